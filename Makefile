@@ -1,0 +1,50 @@
+# Each target sets up all it needs in .venv the first time, from Python 3.11+ and make alone.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-slow lint bench clean help
+
+help:
+	@echo "make demo       train a small language model here and now"
+	@echo "make test       lint, types and the default tests"
+	@echo "make test-slow  the tests that take minutes (compilers)"
+	@echo "make bench      what the training loop costs, beside its peers"
+	@echo "make clean      remove .venv and caches (runs/ stays)"
+
+demo: .venv/.ready
+	$(BIN)/shoal train configs/demo.yaml
+
+test: .venv/.ready-dev lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: .venv/.ready-dev
+	$(BIN)/python -m pytest -m "slow"
+
+lint: .venv/.ready-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/.ready-bench
+	$(BIN)/python benchmarks/loop_overhead.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "shoal needs Python 3.11 or newer; try make PYTHON=python3.11"; exit 1; }
+	@echo "setting up .venv (once; torch is large)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready
+	@echo "adding what the tests need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/.ready-bench: .venv/.ready
+	@echo "adding the peers to measure against"
+	@$(PIP) --editable '.[bench]'
+	@touch $@

@@ -1,0 +1,147 @@
+"""Which checkpoints a run keeps, and which one it goes on from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.errors import UserError
+from shoal.types import TrainState
+
+_STEP = re.compile(r"^step_(\d{8,})$")
+
+
+class CheckpointManager:
+    """Saves into `<output_dir>/checkpoints/step_<n>`, keeps the last k, finds the last good one."""
+
+    def __init__(self, output_dir: str | Path, keep_last: int = 3):
+        self.folder = Path(output_dir) / "checkpoints"
+        self.keep_last = keep_last
+
+    def steps(self) -> list[Path]:
+        """The step folders, oldest first."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in found if _STEP.match(path.name)), key=_step_of)
+
+    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> Path:
+        path = self.folder / f"step_{trainer['step']:08d}"
+        write_checkpoint(path, state, trainer, about)
+        for old in self.steps()[: -self.keep_last]:
+            shutil.rmtree(old)
+        return path
+
+    def newest_first(self, warn: Callable[[str], None]) -> Iterator[Checkpoint]:
+        """The checkpoints whose manifest is whole. One whose tensors fail later is simply passed over by the caller."""
+        for path in reversed(self.steps()):
+            try:
+                yield open_checkpoint(path)
+            except DamagedCheckpoint as damage:
+                warn(f"checkpoint {path.name} is damaged and passed over: {damage}")
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves the checkpoints of an abandoned continuation out of the way, without deleting them."""
+        for path in self.steps():
+            if _step_of(path) > step:
+                aside = self.folder / "abandoned"
+                aside.mkdir(exist_ok=True)
+                shutil.rmtree(aside / path.name, ignore_errors=True)
+                path.rename(aside / path.name)
+
+
+def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The highest step under a run folder whose manifest verifies."""
+    manager = CheckpointManager(output_dir)
+    return next((checkpoint.folder for checkpoint in manager.newest_first(lambda message: None)), None)
+
+
+def find_start(
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None]
+) -> Iterator[Checkpoint]:
+    """The checkpoints a run may go on from, best first; none means a fresh start."""
+    if resume == "never":
+        if steps := manager.steps():
+            raise UserError(
+                f"checkpoint.resume = never, but {manager.folder} already holds {steps[-1].name}; "
+                "choose another experiment.output_dir or resume: auto"
+            )
+        return
+    if resume == "auto":
+        yield from manager.newest_first(warn)
+        return
+    given = Path(resume)
+    if not given.exists():
+        raise UserError(f"checkpoint.resume = {resume!r}: no such folder; give a step folder or a run folder")
+    if not _STEP.match(given.name):
+        candidates = CheckpointManager(given).newest_first(warn)
+        first = next(candidates, None)
+        if first is None:
+            raise UserError(f"checkpoint.resume = {resume!r} holds no usable checkpoint")
+        given = first.folder
+    if given.resolve().parent == manager.folder.resolve():
+        manager.set_aside_after(_step_of(given))
+    elif manager.steps():
+        warn(f"going on in {manager.folder.parent}; checkpoint.resume = {resume} was only its starting point")
+        yield from manager.newest_first(warn)
+        return
+    try:
+        yield open_checkpoint(given)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"checkpoint.resume = {resume!r} cannot be used: {damage}") from None
+
+
+def check_same_model(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> None:
+    """Refuses a checkpoint of another architecture, naming the first tensors that differ."""
+    theirs = checkpoint.shapes
+    differences = [
+        f"{name} {theirs.get(name, 'absent')} there, {shapes.get(name, 'absent')} here"
+        for name in sorted({*theirs, *shapes})
+        if theirs.get(name) != shapes.get(name)
+    ]
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise UserError(
+            f"{checkpoint.folder} is a checkpoint of another model: {'; '.join(differences[:3])}{more}; "
+            "choose another experiment.output_dir or checkpoint.resume"
+        )
+
+
+def check_same_run(checkpoint: Checkpoint, now: dict[str, Any], allowed: list[str]) -> None:
+    """Refuses to go on with another model, data, seed or batch than the checkpoint was made with."""
+    then = _identity(checkpoint.manifest["config"])
+    current = _identity(now)
+    for key in sorted({*then, *current}):
+        if then.get(key) != current.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed):
+            raise UserError(
+                f"{key} = {current.get(key)!r}, but {checkpoint.folder} was made with {then.get(key)!r}; "
+                f"set it back, choose another experiment.output_dir, or list it in checkpoint.allow_changed"
+            )
+
+
+_PLACES = ("dataset.num_workers", "dataset.pin_memory", "dataset.persistent_workers", "dataset.prefetch", "dataset.cache_dir")  # fmt: skip
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+    """The values that make a run this run and no other, by dotted key."""
+    flat = _flatten(config)
+    kept = ("recipe", "model.", "lora.", "dataset.", "experiment.seed")
+    return {key: value for key, value in flat.items() if key.startswith(kept) and key not in _PLACES}
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP.match(path.name)
+    assert match, path
+    return int(match[1])

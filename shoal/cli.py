@@ -1,0 +1,104 @@
+"""The commands. Thin: torch is imported only by those that need it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import shoal
+from shoal.errors import UserError
+
+if TYPE_CHECKING:
+    from shoal.training import Outcome
+
+app = typer.Typer(
+    help="Distributed training on PyTorch: write what to train, set how it is spread.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's, e.g. training.max_steps=50."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"shoal {shoal.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train a run to its end; it goes on from its last good checkpoint by itself."""
+    from shoal.config import load_run
+    from shoal.training import train as train_run
+
+    outcome = train_run(load_run(config, overrides or ()))
+    _tell(outcome, config, overrides or [])
+    if outcome.stopped_by:
+        raise typer.Exit(128 + outcome.stopped_by)
+
+
+@app.command("config")
+def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Print the resolved run, each value with where it came from."""
+    from shoal.config import derive_batches, load_run
+    from shoal.config.batch import derived_values
+
+    run = load_run(config, overrides or ())
+    print(run.to_yaml(derived_values(derive_batches(run.config.training, 1)[0], 1)), end="")
+
+
+def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
+    """The last words of a run: how it went and what can be done with it."""
+    again = " ".join([_command("shoal"), "train", str(config), *(f"'{o}'" if " " in o else o for o in overrides)])
+    if outcome.stopped_by:
+        print(f"stopped by {outcome.stopped_by.name} at step {outcome.step} of {outcome.total_steps}; saved")
+        print(f"go on with   {again}")
+        return
+    if outcome.preview:
+        print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")
+    losses = [f"{name} {outcome.metrics[f'{name}/loss']:.4f}" for name in ("train", "eval") if f"{name}/loss" in outcome.metrics]
+    print(f"finished at step {outcome.step}" + (f", loss: {', '.join(losses)}" if losses else ""))
+    print(f"run folder   {outcome.output_dir}")
+    print(f"go further   {again} training.max_steps={2 * outcome.step}")
+    print(f"look at it   {_command('tensorboard')} --logdir {outcome.output_dir}")
+
+
+def _command(name: str) -> str:
+    """A command as this user can type it: by name if it is on the path, else where it lies."""
+    beside = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+        return name
+    return os.path.relpath(beside)
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"shoal: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("shoal: interrupted", file=sys.stderr)
+        sys.exit(130)

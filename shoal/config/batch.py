@@ -1,0 +1,60 @@
+"""global_batch_size = batch_size × gradient_accumulation × data-parallel size: give what you know."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from shoal.config.schema import TrainingConfig
+from shoal.errors import UserError
+from shoal.types import BatchPhase
+
+DEFAULT_BATCH_SIZE = 8
+
+
+def derive_batches(training: TrainingConfig, data_size: int) -> tuple[BatchPhase, ...]:
+    """The batch arithmetic of a run: one phase, or one for each entry of an accumulation schedule.
+
+    With two factors known the global batch need not divide: the last micro-batches of a step are then
+    short. With all three given they must multiply.
+    """
+    accumulation = training.gradient_accumulation
+    schedule = accumulation if isinstance(accumulation, dict) else {0: accumulation}
+    if 0 not in schedule:
+        raise UserError(
+            f"training.gradient_accumulation = {accumulation} does not say what epoch 0 does; add an entry for 0"
+        )
+    return tuple(_phase(training, epoch, schedule[epoch], data_size) for epoch in sorted(schedule))
+
+
+def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_size: int) -> BatchPhase:
+    total, batch = training.global_batch_size, training.batch_size
+    if total is None:
+        batch = batch or DEFAULT_BATCH_SIZE
+        return BatchPhase(epoch, batch * (accumulation or 1) * data_size, batch)
+    if batch is None:
+        return BatchPhase(epoch, total, ceil(total / ((accumulation or 1) * data_size)))
+    if accumulation is not None and batch * accumulation * data_size != total:
+        raise UserError(
+            f"training.batch_size {batch} × gradient_accumulation {accumulation} × {data_size} data-parallel "
+            f"= {batch * accumulation * data_size}, but training.global_batch_size is {total}; leave one of the three out"
+        )
+    if batch * data_size > total:
+        raise UserError(
+            f"training.batch_size {batch} × {data_size} data-parallel = {batch * data_size} is more than "
+            f"training.global_batch_size {total}; lower batch_size to {max(1, total // data_size)}"
+        )
+    return BatchPhase(epoch, total, batch)
+
+
+def derived_values(first: BatchPhase, data_size: int) -> dict[str, Any]:
+    """The batch keys a config left open, for showing."""
+    return {
+        "training.global_batch_size": first.global_batch_size,
+        "training.batch_size": first.batch_size,
+        "training.gradient_accumulation": accumulation(first, data_size),
+    }
+
+
+def accumulation(phase: BatchPhase, data_size: int) -> int:
+    return ceil(phase.global_batch_size / (phase.batch_size * data_size))

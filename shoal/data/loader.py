@@ -1,0 +1,177 @@
+"""The resumable loader: one list of micro-batches per step, from any position, with or without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from shoal.data.order import BatchSchedule
+from shoal.data.reader import MapDataset, MapReader, Reader
+from shoal.data.stream import OrderedReader, OrderedStream, ShardedReader, ShardedStream
+from shoal.errors import UserError
+from shoal.types import MicroBatch
+
+Dataset = MapDataset | OrderedStream | ShardedStream
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    micro_batch: MicroBatch
+    position: int | None
+    """After the step, in its last micro-batch; else None."""
+
+    def pin_memory(self) -> _Item:
+        """Also called by torch's own loader, in a thread."""
+        return replace(self, micro_batch=replace(self.micro_batch, data=_pin(self.micro_batch.data)))
+
+
+@dataclass
+class _MicroBatches(IterableDataset[_Item | UserError]):
+    """One rank's micro-batches in order; inside worker w of W, every W-th of them from the w-th on."""
+
+    dataset: Dataset
+    collate: Callable[[list[Any]], Any]
+    batches: BatchSchedule
+    seed: int
+    data_rank: int
+    data_size: int
+    start: int
+    end: int | None
+    shuffle: bool
+
+    @property
+    def epoch_size(self) -> int | None:
+        return len(self.dataset) if isinstance(self.dataset, MapDataset) else None
+
+    def reader(self) -> Reader:
+        if isinstance(self.dataset, MapDataset):
+            return MapReader(self.dataset, self.seed, self.shuffle, self.data_rank, self.data_size)
+        if isinstance(self.dataset, ShardedStream):
+            return ShardedReader(self.dataset, self.data_rank, self.data_size)
+        return OrderedReader(self.dataset, self.start, self.data_rank, self.data_size)
+
+    def __iter__(self) -> Iterator[_Item | UserError]:
+        info = get_worker_info()
+        try:
+            yield from self.items(info.id, info.num_workers) if info else self.items(0, 1)
+        except UserError as error:  # as a value: torch would wrap what a worker raises into a page of traceback
+            yield error
+
+    def items(self, worker: int, num_workers: int) -> Iterator[_Item]:
+        reader, epoch_size = self.reader(), self.epoch_size
+        position, number = self.start, 0
+        while self.end is None or position < self.end:
+            batch_size = self.batches.at_position(position, epoch_size).batch_size
+            part = reader.part(position, self.batches.step_size(position, epoch_size, self.end), batch_size)
+            position += part.step_size
+            last = len(part.micro_batches) - 1
+            for place, keys in enumerate(part.micro_batches):
+                if number % num_workers == worker:
+                    chosen = keys or list(islice(cycle(part.spare), batch_size))
+                    epochs, ids = zip(*chosen, strict=True)
+                    micro_batch = MicroBatch(self.collate(reader.fetch(chosen)), epochs, ids, weight=int(bool(keys)))
+                    yield _Item(micro_batch, position if place == last else None)
+                number += 1
+            if not part.step_size:  # the stream has ended
+                return
+
+
+class Loader:
+    """Iterating yields the micro-batches of one step after another, from `position` up to `end` or for ever.
+
+    Each iteration starts anew at the position given here. `position` tells how many samples the steps yielded so far
+    have consumed, however far workers have read ahead: a checkpoint stores it and a new loader starts from it. It
+    counts samples over all ranks, so it stays right when the number of ranks or the batch size changes.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any],
+        batches: BatchSchedule,
+        *,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        position: int = 0,
+        end: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch: int = 2,
+    ):
+        self.position = position
+        self.waited_seconds = 0.0
+        if not isinstance(dataset, Dataset):
+            raise UserError(
+                f"train_data/eval_data: {type(dataset).__name__} has neither __len__ and __getitem__ nor open(start), "
+                f"so it cannot be resumed; shoal.data.OrderedStream shows what a stream needs"
+            )
+        source = _MicroBatches(dataset, collate, batches, seed, data_rank, data_size, position, end, shuffle)
+        self.epoch_size = source.epoch_size
+        if self.epoch_size == 0:
+            raise UserError("train_data/eval_data: the dataset has length 0; it must hold at least one sample")
+        self._start = position
+        self._steps: Generator[list[MicroBatch], None, None] | None = None
+        pin_memory = pin_memory and torch.accelerator.is_available()
+        self._pin_here = pin_memory and num_workers == 0
+        # Without workers torch's loader is left out: it costs more per step than many a small dataset.
+        self._items: Iterable[_Item | UserError] | None = source
+        if num_workers > 0:
+            self._items = DataLoader(
+                source,
+                batch_size=None,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                persistent_workers=persistent_workers,
+                prefetch_factor=prefetch,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),  # its own, or starting workers would advance the global one
+            )
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        if self._items is None:
+            raise RuntimeError("the loader is closed")
+        self.position = self._start
+        self._steps = self._run(self._items)
+        return self._steps
+
+    def _run(self, items: Iterable[_Item | UserError]) -> Generator[list[MicroBatch], None, None]:
+        step: list[MicroBatch] = []
+        began = perf_counter()
+        for item in items:
+            if isinstance(item, UserError):
+                raise item
+            step.append(item.pin_memory().micro_batch if self._pin_here else item.micro_batch)
+            if item.position is not None:
+                self.position = item.position
+                self.waited_seconds += perf_counter() - began
+                yield step
+                step, began = [], perf_counter()
+
+    def close(self) -> None:
+        """Ends the workers, also in the middle of an iteration."""
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = self._items = None
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _pin(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.pin_memory()
+    if isinstance(data, dict):
+        return {key: _pin(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(map(_pin, data)) if not hasattr(data, "_fields") else type(data)(*map(_pin, data))
+    return data

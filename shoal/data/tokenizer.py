@@ -1,0 +1,74 @@
+"""Text to token ids and back: bytes as they are, or a tokenizer.json through the `tokenizers` package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.hub import hub
+from shoal.errors import UserError
+
+_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eos: int | None
+    """The id that ends a document; None if the tokenizer has none that we know."""
+    identity: str
+    """Equal for tokenizers that encode alike."""
+
+    def encode(self, text: str | bytes) -> NDArray[Any]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Every byte is a token, so any file will do, and nothing has to be downloaded. Byte 0 ends a document."""
+
+    vocab_size = 256
+    eos: int | None = 0
+    identity = "bytes"
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids).decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizers.Tokenizer`. Special tokens are not added; the end of a document is the caller's to mark."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # not the number of tokens: ids may have gaps
+        self.eos: int | None = next((vocabulary[token] for token in _EOS_TOKENS if token in vocabulary), None)
+        self.identity: str = tokenizer.to_str()
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        text = text.decode() if isinstance(text, bytes) else text
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids]))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, the path of a tokenizer.json, or the name of a repository on the Hugging Face Hub that has one."""
+    if name == "bytes":
+        return ByteTokenizer()
+    local = Path(name).expanduser()
+    with hub("dataset.tokenizer", name, "tokenizers", local=local.exists()) as tokenizers:
+        if local.exists():
+            return JsonTokenizer(
+                tokenizers.Tokenizer.from_file(str(local / "tokenizer.json" if local.is_dir() else local))
+            )
+        if name.endswith(".json"):
+            raise UserError(f"dataset.tokenizer: there is no file {name}")
+        return JsonTokenizer(tokenizers.Tokenizer.from_pretrained(name))

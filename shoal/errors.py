@@ -1,0 +1,10 @@
+"""The one exception that means "the user can fix this"."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in what the user gave us, told in one line: the key, the value, what would be right.
+
+    The command line prints it without a traceback and exits with code 2.
+    """

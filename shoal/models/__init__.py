@@ -1,0 +1,1 @@
+"""Models that shoal ships: plain single-device PyTorch that knows nothing of ranks."""

@@ -1,0 +1,6 @@
+"""BDH, the Dragon Hatchling (arXiv:2509.26507): one set of weights for every level, linear attention over neurons."""
+
+from shoal.models.bdh.config import BDHConfig
+from shoal.models.bdh.model import BDH
+
+__all__ = ["BDH", "BDHConfig"]

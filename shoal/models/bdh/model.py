@@ -1,0 +1,183 @@
+"""BDH, the Dragon Hatchling, from arXiv:2509.26507.
+
+Every level applies the same weights. A token is read into a large sparse positive vector of neurons; attention is
+linear (no softmax, no scaling) between those vectors, over earlier tokens only; what it recalls gates the neurons,
+and the gated neurons are read back. Parameter names and shapes are those of the public reference.
+
+Shapes: tokens (batch, time), x (batch, time, embd), everything per head (heads, batch, time, ...). Heads come first
+so that the shared weights, which are per head, are used as they lie and never copied for each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.bdh.config import BDHConfig
+from shoal.models.bdh.generation import Memory, State, sample
+
+INIT_STD = 0.02
+ROPE_THETA = 2**16
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Rotary(nn.Module):
+    """The angle of each pair of neurons at each position. `freqs` is in turns per position, twice for each pair."""
+
+    def __init__(self, neurons: int) -> None:
+        super().__init__()
+        self.freqs = nn.Buffer(torch.empty(1, 1, 1, neurons))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        # On the CPU, whatever the device: powers differ in the last bit between devices, and phases multiply it.
+        neurons = self.freqs.shape[-1]
+        even = torch.arange(neurons, dtype=torch.float32, device="cpu") // 2 * 2
+        self.freqs.copy_((1.0 / ROPE_THETA ** (even / neurons) / (2 * math.pi)).view(1, 1, 1, -1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        # model.bfloat16() is meant for weights: with 8 bits of frequency the phases are noise after a few hundred
+        # positions, and a checkpoint would carry that on. So the buffer moves with the model but stays float32.
+        super()._apply(fn, recurse)
+        if self.freqs.dtype in (torch.bfloat16, torch.float16):
+            self.freqs = nn.Buffer(self.freqs.float())
+            self.reset_parameters()
+        return self
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for positions start … start + length - 1, each (time, pairs), float32 also under autocast."""
+        freqs = self.freqs[0, 0, :, ::2]
+        positions = torch.arange(start, start + length, dtype=freqs.dtype, device=freqs.device)
+        phases = (positions[:, None] * freqs) % 1 * (2 * math.pi)
+        return phases.cos(), phases.sin()
+
+
+def rotate(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (v[2i], v[2i+1]) by their angles.
+
+    The tables take v's type here and not earlier, where a rounded phase would be a wrong angle; a rounded cosine is
+    no worse than the rounded v. It is not v that is widened, because tensors over neurons are the largest there are.
+    """
+    cos, sin = cos.to(v.dtype), sin.to(v.dtype)
+    even, odd = v.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+class Heads(nn.Module):
+    """The part of a level that is a sum over heads: given some heads of each weight, it returns their part of it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder: Tensor,
+        encoder_v: Tensor,
+        decoder: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        memory: Memory | None = None,
+    ) -> Tensor:
+        num_heads = encoder.shape[0]
+        x = x.expand(num_heads, *x.shape)
+        neurons = torch.einsum("hbtd,hdn->hbtn", x, encoder).relu()
+        keys = rotate(neurons, cos, sin)  # and queries: they are the same
+        recalled = (keys @ keys.mT).tril(-1) @ x
+        if memory is not None:
+            recalled = recalled + memory.recall(keys)
+            memory.store(keys, x)
+        gates = torch.einsum("hbtd,hdn->hbtn", norm(recalled), encoder_v).relu()
+        gated = self.dropout(neurons * gates)
+        # Heads are summed after the product: summed inside it, the gated neurons would be copied to lie side by side.
+        return torch.einsum("hbtn,hnd->hbtd", gated, decoder.unflatten(0, (num_heads, -1))).sum(0)
+
+
+class Level(nn.Module):
+    """One level. It owns no parameters: the shared ones are arguments, so it can be compiled or checkpointed alone."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.heads = Heads(dropout)
+
+    def forward(self, x: Tensor, *shared: Tensor, memory: Memory | None = None) -> Tensor:
+        """`shared` is encoder, encoder_v, decoder, cos, sin."""
+        return norm(x + norm(self.heads(x, *shared, memory=memory)))
+
+
+class BDH(nn.Module):
+    def __init__(self, config: BDHConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads, embd, neurons = config.n_head, config.n_embd, config.neurons_per_head
+        self.embed = Embedding(config.vocab_size, embd)
+        self.encoder = nn.Parameter(torch.empty(heads, embd, neurons))
+        self.encoder_v = nn.Parameter(torch.empty(heads, embd, neurons))
+        self.decoder = nn.Parameter(torch.empty(heads * neurons, embd))
+        self.lm_head = nn.Parameter(torch.empty(embd, config.vocab_size))
+        self.attn = Rotary(neurons)
+        self.levels = nn.ModuleList(Level(config.dropout) for _ in range(config.n_layer))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters of this module itself; `embed` and `attn` have their own."""
+        for parameter in (self.encoder, self.encoder_v, self.decoder, self.lm_head):
+            nn.init.normal_(parameter, std=INIT_STD)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (batch, time, vocab), and with targets their mean cross-entropy.
+
+        With a state the tokens continue the sequence it stands for, and it is moved past them.
+        """
+        length = tokens.shape[1]
+        shared = (self.encoder, self.encoder_v, self.decoder, *self.attn(state.position if state else 0, length))
+        x = norm(self.embed(tokens))
+        for i, level in enumerate(self.levels):
+            x = level(x, *shared, memory=state.memories[i] if state else None)
+        if state:
+            state.position += length
+        logits = x @ self.lm_head
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The prompt (batch, time ≥ 1) and its continuation; each new token costs the same, however long the text."""
+        if prompt_tokens.shape[1] == 0:
+            raise ValueError("the prompt is empty; generation needs at least one token to go on from")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"temperature is {temperature}, top_k is {top_k}; they must be at least 0 and 1")
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        state, tokens = State(len(self.levels)), [prompt_tokens]
+        try:
+            for _ in range(max_new_tokens):
+                logits, _ = self(tokens[-1], state=state)
+                tokens.append(sample(logits[:, -1], temperature, top_k, generator))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return torch.cat(tokens, dim=1)

@@ -1,0 +1,80 @@
+"""What a model asks for and what a device can give: together, model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+# Dense TFLOP/s by the makers' datasheets (no sparsity; consumer cards with fp32 accumulation). A row holds
+# for a device whose name has all its words; the first such row counts.
+_PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("H100 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ("H100", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ("A10", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    ("RTX 4090", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    ("RTX 3090", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
+    ("V100 PCIE", {"fp16": 112, "fp32": 14}),
+    ("V100", {"fp16": 125, "fp32": 15.7}),
+    ("T4", {"fp16": 65, "fp32": 8.1}),
+)
+_OTHER_CHIPS = {"MIG", "TI", "D", "LAPTOP"}  # a slice of a device, or a slower one under the same number
+
+
+def peak_flops(device: torch.device | str, precision: str) -> float | None:
+    """FLOP/s of the device in bf16, fp16, tf32 or fp32; None where no datasheet figure is known."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
+    if words & _OTHER_CHIPS:
+        return None
+    for name, tflops in _PEAK_TFLOPS:
+        if words.issuperset(name.upper().split()):
+            return tflops[precision] * 1e12 if precision in tflops else None
+    return None
+
+
+def count_forward_flops(model: nn.Module, call: Callable[[nn.Module], object]) -> int | None:
+    """FLOPs of `call(model)`, without computing: on a copy of the model that holds shapes only.
+
+    `call` gets the copy and must feed it meta tensors (`tree_to_meta`). None when the model cannot run on
+    shapes alone, for instance because its control flow depends on values.
+    """
+    # deepcopy takes what its memo holds, so not even for a moment is there a second set of weights.
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            call(copy.deepcopy(model, memo))
+    except Exception:  # foreign kernels fail on meta in their own ways, and an estimate must not end a run
+        return None
+    return counter.get_total_flops()
+
+
+def tree_to_meta(tree: Any) -> Any:
+    """The same nesting of dicts, lists and tuples with tensors that have a shape and no values."""
+    if isinstance(tree, Tensor):
+        return tree.to("meta")
+    if isinstance(tree, Mapping):
+        return {key: tree_to_meta(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(tree_to_meta, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(tree_to_meta, tree))
+    return tree

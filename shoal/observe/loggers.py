@@ -1,0 +1,271 @@
+"""Where metrics go: JSONL, TensorBoard, Weights & Biases, MLflow.
+
+A run that resumes from step k does the steps after k again. No logger shows such a step twice: JSONL and
+TensorBoard forget what they had after k; W&B and MLflow only append, so there the first record stands.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.errors import UserError
+from shoal.observe.config import LoggingConfig, MlflowConfig, WandbConfig
+
+_warnings = logging.getLogger(__name__)
+
+
+class Logger(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, tag: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Loggers:
+    """All loggers of a run as one. Training outlives them: one that fails is dropped with a warning."""
+
+    def __init__(self, loggers: Sequence[Logger] = ()):
+        self._loggers = list(loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(f"step {step}", lambda logger: logger.log(step, metrics))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._each(f"step {step}", lambda logger: logger.text(step, tag, text))
+
+    def close(self) -> None:
+        self._each("the end", lambda logger: logger.close())
+        self._loggers.clear()
+
+    def _each(self, when: str, call: Callable[[Logger], None]) -> None:
+        for logger in tuple(self._loggers):
+            try:
+                call(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                name = type(logger).__name__
+                _warnings.warning("%s stopped at %s and training goes on: %s", name, when, _one_line(error))
+
+
+def open_loggers(
+    config: LoggingConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int
+) -> Loggers:
+    """The loggers that `config` asks for; call it on the main process only.
+
+    `settings` is the resolved config to record with the run. `resume_step` is the last step that stands:
+    0 starts every logger anew.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    loggers: list[Logger] = []  # services first: one that cannot be reached stops the run before files change
+    if config.wandb:
+        options = WandbConfig() if config.wandb is True else config.wandb
+        loggers.append(WandbLogger(options, output_dir, name, settings, resume_step))
+    if config.mlflow:
+        service = MlflowConfig() if config.mlflow is True else config.mlflow
+        loggers.append(MlflowLogger(service, output_dir, name, settings, resume_step))
+    if config.jsonl:
+        loggers.append(JsonlLogger(output_dir, resume_step))
+    if config.tensorboard:
+        loggers.append(TensorBoardLogger(output_dir, resume_step))
+    return Loggers(loggers)
+
+
+class JsonlLogger:
+    """`metrics.jsonl`, one object a line. NaN and infinities are the strings "nan", "inf" and "-inf".
+
+    Strict JSON has no such numbers, and `float(value)` reads every value back.
+    """
+
+    def __init__(self, output_dir: Path, resume_step: int):
+        path = output_dir / "metrics.jsonl"
+        kept = list(_lines_up_to(resume_step, path)) if resume_step and path.exists() else []
+        beside = path.with_suffix(".jsonl.tmp")
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._write({"step": step, **values})
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._write({"step": step, tag: text})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _lines_up_to(step: int, path: Path) -> Iterator[str]:
+    """Whole lines only: a process killed while writing leaves a torn one."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                stands = line.endswith("\n") and json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                stands = False
+            if stands:
+                yield line
+
+
+class TensorBoardLogger:
+    def __init__(self, output_dir: Path, resume_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Readers hide events of older files at or after `purge_step`; 0 hides all of an earlier run.
+        purge_step = resume_step + 1 if resume_step else 0
+        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # the default, every two minutes, loses steps that a checkpoint has kept
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._writer.add_text(tag, text, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    def __init__(self, config: WandbConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("logging.wandb is on but wandb is not installed: pip install shoal[wandb]") from None
+        id_file = output_dir / "wandb_run_id"
+        run_id = _known_run(id_file, resume_step) or secrets.token_hex(4)
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                mode=config.mode,
+                name=name,
+                id=run_id,
+                resume="allow",
+                dir=str(output_dir),
+                config=dict(settings),
+                settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to our own console
+            )
+        except Exception as error:
+            hint = "log in with `wandb login`, or set logging.wandb.mode=offline"
+            raise UserError(f"logging.wandb.mode={config.mode} failed: {_one_line(error)}; {hint}") from error
+        id_file.write_text(run_id)
+        self._html = wandb.Html
+        self._first_new_step = self._run.step  # W&B refuses steps it already has
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= self._first_new_step:
+            self._run.log(dict(metrics), step=step)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        if step >= self._first_new_step:
+            self._run.log({tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger:
+    """Sends from a thread of its own: a slow or dead server must not hold up a training step."""
+
+    def __init__(
+        self, config: MlflowConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int
+    ):
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ImportError:
+            raise UserError("logging.mlflow is on but mlflow is not installed: pip install shoal[mlflow]") from None
+        # MLflow 3 refuses folders in favour of databases, but mlflow-skinny brings no database driver.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        uri = config.tracking_uri or (output_dir / "mlruns").resolve().as_uri()
+        id_file = output_dir / "mlflow_run_id"
+        self._last_steps: dict[str, int] = {}
+        try:
+            self._client = client = MlflowClient(tracking_uri=uri)
+            if known := _known_run(id_file, resume_step):
+                self._run_id = known
+                for metric in client.get_run(known).data.metrics:
+                    self._last_steps[metric] = max(m.step for m in client.get_metric_history(known, metric))
+                client.update_run(known, status="RUNNING")
+            else:
+                experiment = client.get_experiment_by_name(config.experiment)
+                experiment_id = experiment.experiment_id if experiment else client.create_experiment(config.experiment)
+                self._run_id = client.create_run(experiment_id, run_name=name).info.run_id
+                params = [Param(key, str(value)) for key, value in _flatten(settings)]
+                for start in range(0, len(params), 100):  # MLflow's limit per call
+                    client.log_batch(self._run_id, params=params[start : start + 100])
+        except Exception as error:
+            hint = "give a server, or a database that the full mlflow package opens"
+            raise UserError(f"logging.mlflow.tracking_uri={uri} failed: {_one_line(error)}; {hint}") from error
+        id_file.write_text(self._run_id)
+        self._metric = Metric
+        self._error: Exception | None = None
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._sender.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        new = {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}
+        batch = [self._metric(name, value, now, step) for name, value in new.items()]
+        self._enqueue(lambda: self._client.log_batch(self._run_id, metrics=batch))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self._enqueue(lambda: self._client.log_text(self._run_id, text, f"{tag}/step_{step:08d}.txt"))
+
+    def close(self) -> None:
+        self._enqueue(lambda: self._client.set_terminated(self._run_id))
+        self._calls.put(None)
+        self._sender.join(timeout=60)
+        if self._error or self._sender.is_alive():
+            raise self._error or TimeoutError("the last metrics were not sent within 60 seconds")
+
+    def _enqueue(self, call: Callable[[], object]) -> None:
+        if self._error:
+            raise self._error
+        self._calls.put(call)
+
+    def _send(self) -> None:
+        try:
+            while call := self._calls.get():
+                call()
+        except Exception as error:  # raised in the main thread by the next call
+            self._error = error
+
+
+def _known_run(id_file: Path, resume_step: int) -> str | None:
+    return id_file.read_text().strip() if resume_step and id_file.exists() else None
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

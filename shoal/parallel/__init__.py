@@ -1,0 +1,1 @@
+"""The mechanisms behind the strategies: weights, precision, compilation."""

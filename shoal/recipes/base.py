@@ -1,0 +1,105 @@
+"""What to train: the one class a user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from shoal.seeding import SampleRng
+from shoal.types import ParallelPlan, Weights
+
+IGNORED = -100
+"""The label that counts for nothing, as in torch's cross-entropy."""
+
+
+class Recipe:
+    """Model, data and loss of a run. It knows nothing of ranks, devices or batch sizes.
+
+    Only `build_model`, `train_data`, `inputs` and `loss` are needed.
+    """
+
+    class Config(BaseModel):
+        """The sections `model`, `lora` and `dataset` of a run, typed. Keys it does not have are refused."""
+
+    unit = "samples"
+    """What `count` counts, for the log: `tokens` in a language model."""
+
+    def __init__(self, config: Any = None):
+        self.config = config if config is not None else self.Config()
+
+    def prepare_data(self) -> None:
+        """Downloads, tokenises, caches. Runs once per node, before any process group exists."""
+
+    def build_model(self) -> nn.Module:
+        raise NotImplementedError(f"{type(self).__name__} needs build_model(self) -> nn.Module")
+
+    def weights(self) -> Weights:
+        """Where the weights come from: drawn module by module under their names, unless the model has to be `built`."""
+        return Weights("init")
+
+    def train_data(self) -> Any:
+        """A map-style dataset of dicts, or a stream (see shoal.data)."""
+        raise NotImplementedError(f"{type(self).__name__} needs train_data(self)")
+
+    def eval_data(self) -> Any:
+        """Like `train_data`; None means that there is nothing to evaluate on."""
+        return None
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return default_collate(samples)
+
+    def prepare(self, batch: Any, rng: SampleRng) -> Any:
+        """On the device, before the forward: noise, augmentation. Draw from `rng` alone: it belongs to the samples."""
+        return batch
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        """What the model is called with, by keyword."""
+        raise NotImplementedError(f"{type(self).__name__} needs inputs(self, batch) -> dict")
+
+    def count(self, batch: Any) -> Tensor | int:
+        """How many things the loss sums over: labels that are not ignored, else samples."""
+        if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
+            return (labels != IGNORED).sum()
+        return num_samples(batch)
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        """A SUM over what `count` counts; shoal divides by the count of the whole global batch."""
+        raise NotImplementedError(f"{type(self).__name__} needs loss(self, output, batch) -> Tensor")
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Groups for the optimizer. Norms, biases and embeddings do not decay."""
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
+        flat_ids = {id(p) for p in flat}
+        decayed = [p for p in trainable if id(p) not in flat_ids]
+        groups = [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        """How the model may be cut; by default its longest list of like modules are the blocks."""
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        alike = [(name, m) for name, m in lists if len(m) > 1 and len({type(child) for child in m}) == 1]
+        if not alike:
+            return ParallelPlan()
+        name, blocks = max(alike, key=lambda item: len(item[1]))
+        return ParallelPlan(blocks=tuple(f"{name}.{i}" if name else str(i) for i in range(len(blocks))))
+
+    def preview(self, model: nn.Module) -> str | None:
+        """Something to look at after an evaluation, such as a generated text. Called on every rank."""
+        return None
+
+
+def num_samples(batch: Any) -> int:
+    """The leading size of the first tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    values = batch.values() if isinstance(batch, dict) else batch
+    for value in values:
+        if isinstance(value, Tensor | dict | list | tuple):
+            return num_samples(value)
+    raise TypeError(f"cannot tell how many samples a batch of {type(batch).__name__} holds; override Recipe.count")

@@ -1,0 +1,22 @@
+"""Everything shoal uses of torch that torch does not document, with the reason. Nothing private elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# The extension point behind FlopCounterMode and CommDebugMode; documented by example, kept under an underscore.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "compiled_graphs", "storage_key"]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for tensors that share memory. On the meta device data_ptr() is 0 for all of them."""
+    return tensor.untyped_storage()._cdata
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process: proof that it engaged."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

@@ -1,0 +1,60 @@
+"""Which module first makes a number that is not finite. Run only when training has already gone wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.strategies import Objective, SingleStrategy
+from shoal.types import MicroBatch
+
+
+def first_bad_module(strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:
+    """Repeats one forward and backward, eagerly, and says where the first non-finite value appears."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            return f"parameter {name} is already not finite"
+    found: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        label = f"{name or 'the model'} ({type(module).__name__})"
+        hooks.append(module.register_forward_hook(_watch(found, f"the output of {label}")))
+        hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            batch = strategy.ready(micro, recipe)
+            with strategy.autocast():
+                loss = recipe.loss(model(**recipe.inputs(batch)), batch)
+            if not found and not loss.isfinite():
+                return "the loss, though the model's output is finite"
+            if not found:
+                loss.backward()
+        bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        return found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+
+
+def _watch(found: list[str], label: str) -> Any:
+    def hook(module: nn.Module, before: Any, after: Any) -> None:
+        tensors = _tensors(after if label.startswith("the output") else before)
+        if any(t.is_floating_point() and not t.isfinite().all() for t in tensors):
+            found.append(label)
+
+    return hook
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,27 @@
+"""Optimizers by name. All are fused: one kernel for all parameters, and it can skip an update on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shoal.config.schema import SGD, TrainingConfig
+
+
+def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": True}
+    chosen = training.optimizer
+    if isinstance(chosen, SGD):
+        optimizer: Optimizer = torch.optim.SGD(groups, momentum=chosen.momentum, nesterov=chosen.nesterov, **common)
+    else:
+        optimizer = torch.optim.AdamW(groups, betas=(chosen.betas[0], chosen.betas[1]), eps=chosen.eps, **common)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor

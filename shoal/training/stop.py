@@ -1,0 +1,30 @@
+"""Ctrl-C and SIGTERM: a handler only sets a flag; the loop saves and leaves."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+
+class StopFlag:
+    """Set by the first SIGINT or SIGTERM while entered; the second one acts as if we were not here."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopFlag:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, self._before[self.signal])

@@ -1,0 +1,197 @@
+"""From files and overrides to one checked run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config import Run, load_run
+from shoal.config.yaml import format_value, parse_value
+from shoal.errors import UserError
+
+MINIMAL = "recipe: bdh\ntraining: {max_steps: 5}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def load(folder: Path, text: str, *overrides: str) -> Run:
+    return load_run(write(folder, text), overrides)
+
+
+def refuse(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_and_types(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL + "model: {n_layer: 2}\n")
+    assert run.config.training.max_steps == 5
+    assert run.config.output_dir == "runs/run"
+    assert run.recipe_config.model.n_layer == 2
+    assert run.recipe_config.model.n_embd == 256
+    assert run.sources["model.n_layer"].endswith("run.yaml:3")
+
+
+def test_the_later_base_wins_and_the_file_wins_over_its_bases(tmp_path: Path) -> None:
+    write(tmp_path, "training: {learning_rate: 1.0, weight_decay: 0.5, warmup_steps: 3}\n", "base/a.yaml")
+    write(tmp_path, "training: {learning_rate: 2.0, weight_decay: 0.25}\n", "base/b.yaml")
+    run = load(tmp_path, "extends: [base/a.yaml, base/b.yaml]\n" + MINIMAL + "experiment: {seed: 3}\n")
+    assert run.config.training.warmup_steps == 3
+    assert run.config.training.weight_decay == 0.25
+    assert run.sources["training.weight_decay"].endswith("b.yaml:1")
+    run = load_run(tmp_path / "run.yaml", ["training.weight_decay=0", "training.weight_decay=0.125"])
+    assert run.config.training.weight_decay == 0.125
+    assert run.sources["training.weight_decay"] == "command line"
+
+
+def test_bases_extend_bases_relative_to_themselves(tmp_path: Path) -> None:
+    write(tmp_path, "experiment: {seed: 9}\n", "base/deep/c.yaml")
+    write(tmp_path, "extends: deep/c.yaml\nexperiment: {name: x}\n", "base/b.yaml")
+    run = load(tmp_path, "extends: base/b.yaml\n" + MINIMAL)
+    assert (run.config.experiment.seed, run.config.experiment.name) == (9, "x")
+
+
+def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "extends: run.yaml\n", "other.yaml")
+    assert "circle" in refuse(tmp_path, "extends: other.yaml\n" + MINIMAL)
+
+
+def test_a_schedule_is_a_value_and_replaces_the_bases_whole(tmp_path: Path) -> None:
+    write(tmp_path, "training: {gradient_accumulation: {0: 8, 5: 4}}\n", "base.yaml")
+    run = load(tmp_path, "extends: base.yaml\n" + MINIMAL, "training.gradient_accumulation={0: 2}")
+    assert run.config.training.gradient_accumulation == {0: 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E4", 1e4),
+        ("-2.5e-3", -2.5e-3),
+        (".5", 0.5),
+        ("3", 3),
+        ("0x10", 16),
+        ("on", "on"),
+        ("no", "no"),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("~", None),
+        ("2026-01-02", "2026-01-02"),
+        ("12:30:00", "12:30:00"),
+        ("[1, 2e0]", [1, 2.0]),
+        ("{0: 8}", {0: 8}),
+        ("1_000", 1000),
+    ],
+)
+def test_scalars_read_as_people_expect(text: str, value: object) -> None:
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=5,
+    )
+)
+def test_what_is_written_reads_back_the_same(value: object) -> None:
+    text = format_value(value)
+    assert "\n" not in text
+    assert parse_value(text) == value
+
+
+def test_the_resolved_file_loads_again_as_the_same_run(tmp_path: Path) -> None:
+    text = MINIMAL + "experiment: {name: 'on'}\ntraining.x: 1\n"
+    text = "recipe: bdh\nexperiment: {name: 'on'}\ntraining: {max_steps: 5, optimizer: sgd, learning_rate: 1e-4}\n"
+    run = load(tmp_path, text, "training.gradient_accumulation={0: 8, 2: 4}", "model.n_layer=1")
+    again = load(tmp_path, run.to_yaml({"training.global_batch_size": 64}))
+    assert again.tree() == run.tree()
+    assert "# global_batch_size: 64" in run.to_yaml({"training.global_batch_size": 64})
+    # A derived factor is a comment, so another factor can still be overridden.
+    assert load_run(tmp_path / "run.yaml", ["training.batch_size=2"]).config.training.batch_size == 2
+
+
+def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
+    text = load(tmp_path, "recipe: bdh\ntraining:\n  max_steps: 5\n  optimizer: sgd\n").to_yaml()
+    by_key = {line.split(":")[0].strip(): line.rpartition("# ")[2] for line in text.splitlines()}
+    assert by_key["momentum"] == "default"
+    assert by_key["learning_rate"] == "default"
+    assert by_key["max_steps"].endswith("run.yaml:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("recipe: bdh\ntraining: {max_step: 5}\n", ["training.max_step", "run.yaml:2", "training.max_steps"]),
+        ("recipe: bdh\ntrainig: {max_steps: 5}\n", ["trainig", "did you mean training"]),
+        (MINIMAL + "model: {n_layers: 2}\n", ["model.n_layers", "model.n_layer?"]),
+        (MINIMAL + "lora: {rank: 2}\n", ["lora.rank", "bdh"]),
+        (MINIMAL + "dataset: {num_worker: 2}\n", ["dataset.num_worker", "dataset.num_workers"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, optimizer: {name: sgd, betas: [0.9, 0.9]}}\n", ["optimizer.betas"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, optimizer: adamx}\n", ["training.optimizer", "adamw"]),
+        ("recipe: bdh\ntraining: {max_steps: -5}\n", ["training.max_steps", "-5", "greater than or equal to 1"]),
+        ("recipe: bdh\ntraining: {max_steps: '5'}\n", ["training.max_steps", "'5'", "integer"]),
+        ("recipe: bdh\ntraining: {max_steps: true}\n", ["training.max_steps", "True"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, learning_rate: fast}\n", ["training.learning_rate", "'fast'"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, mixed_precision: fp15}\n", ["mixed_precision", "fp15", "bf16"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, num_epochs: 2}\n", ["max_steps", "num_epochs"]),
+        ("recipe: bdh\n", ["training"]),
+        ("recipe: bdh\ntraining: {learning_rate: 1e-3}\n", ["max_steps or num_epochs"]),
+        ("recipe: bdh\ntraining: 5\n", ["training", "5", "section"]),
+        ("training: {max_steps: 5}\n", ["recipe is missing", "bdh"]),
+        ("recipe: bhd\ntraining: {max_steps: 5}\n", ["'bhd'", "did you mean 'bdh'"]),
+        ("recipe: nowhere.module:Thing\ntraining: {max_steps: 5}\n", ["nowhere", "no module"]),
+        ("recipe: shoal.recipes.bdh:BDHRecip\ntraining: {max_steps: 5}\n", ["did you mean 'BDHRecipe'"]),
+        (MINIMAL + "model: {n_head: 3, n_embd: 10}\n", ["model", "n_head"]),
+        ("recipe: [\n", ["does not parse", "run.yaml:"]),
+        ("- a\n- b\n", ["run.yaml", "list"]),
+        ("just words\n", ["just words"]),
+        ("recipe: bdh\nrecipe: bdh\ntraining: {max_steps: 5}\n", ["recipe", "twice"]),
+        ("extends: missing.yaml\n" + MINIMAL, ["missing.yaml", "no such file"]),
+        ("extends: {a: b}\n" + MINIMAL, ["extends"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, lr_scheduler: constant, warmup_steps: 3}\n", ["constant_with_warmup"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, warmup_steps: 3, warmup_ratio: 0.1}\n", ["warmup_ratio"]),
+        (MINIMAL + "dataset: {name: stdlib, files: x}\n", ["dataset.files"]),
+    ],
+)
+def test_bad_configs_are_one_line_naming_the_key(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = refuse(tmp_path, text)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("override", ["training.max_steps", "=5", "training.max_steps=[", "training.max_stepz=3"])
+def test_bad_overrides(tmp_path: Path, override: str) -> None:
+    assert override.partition("=")[0] in refuse(tmp_path, MINIMAL, override)
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    for path, word in [(tmp_path, "folder"), (tmp_path / "none.yaml", "no such file")]:
+        with pytest.raises(UserError, match=word):
+            load_run(path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UserError, match="not a text file"):
+        load_run(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.yaml")), ids=str)
+def test_the_shipped_configs_are_valid(path: Path) -> None:
+    if path.parent.name == "base":
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
+    else:
+        load_run(path)

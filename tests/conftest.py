@@ -1,0 +1,133 @@
+"""Shared by the tests: a recipe as a user would write it, outside the package, and a way to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+USER_RECIPE = '''
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from shoal.recipes import Recipe
+
+
+class Squares:
+    """y = x² at a thousand points."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        x = torch.tensor([i / self.size])
+        return {"x": x, "y": x * x}
+
+
+class ModelSection(BaseModel):
+    hidden: int = 16
+    dropout: float = 0.1
+
+
+class DataSection(BaseModel):
+    size: int = 103
+
+
+class Toy(Recipe):
+    class Config(BaseModel):
+        model: ModelSection = ModelSection()
+        dataset: DataSection = DataSection()
+
+    def build_model(self):
+        hidden = self.config.model.hidden
+        return nn.Sequential(
+            nn.Linear(1, hidden), nn.Tanh(), nn.Dropout(self.config.model.dropout), nn.Linear(hidden, 1)
+        )
+
+    def train_data(self):
+        return Squares(self.config.dataset.size)
+
+    def eval_data(self):
+        return Squares(17)
+
+    def inputs(self, batch):
+        return {"input": batch["x"]}
+
+    def loss(self, output, batch):
+        return ((output - batch["y"]) ** 2).sum()
+'''
+
+RUN = """
+recipe: toy_recipe:Toy
+training: {{max_steps: 10, batch_size: 4, learning_rate: 1e-2}}
+experiment: {{output_dir: {output}}}
+logging: {{every: 1, console: plain, tensorboard: false}}
+checkpoint: {{every: 2}}
+"""
+
+
+class ToyRun:
+    """A folder with a user's recipe and config; `shoal` runs in a process of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.output = folder / "out"
+        self.config = folder / "run.yaml"
+        (folder / "toy_recipe.py").write_text(USER_RECIPE)
+        self.config.write_text(RUN.format(output=self.output))
+
+    def shoal(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "shoal", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            timeout=120,
+            **options,
+        )
+
+    def train(self, *overrides: str) -> Any:
+        """Trains in this process."""
+        from shoal.config import load_run
+        from shoal.training import train
+
+        return train(load_run(self.config, overrides))
+
+    def metrics(self, key: str = "train/loss", output: Path | None = None) -> dict[int, float]:
+        lines = ((output or self.output) / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return {row["step"]: row[key] for row in rows if key in row}
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyRun]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("toy_recipe", None)
+    yield ToyRun(tmp_path)
+    sys.modules.pop("toy_recipe", None)
+
+
+@pytest.fixture
+def change_recipe(toy: ToyRun) -> Callable[[str, str], None]:
+    """Edits the user's recipe: old text → new text."""
+
+    def change(old: str, new: str) -> None:
+        path = toy.folder / "toy_recipe.py"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        sys.modules.pop("toy_recipe", None)
+
+    return change

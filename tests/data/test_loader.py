@@ -1,0 +1,322 @@
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.data import BatchSchedule, Loader, Phase, samples_at
+from shoal.data import reader as reader_module
+from shoal.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers:
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor(index)}
+
+
+class Augmented(Numbers):
+    """Draws from all three global generators, and a different amount for each sample."""
+
+    def __getitem__(self, index):
+        for _ in range(index % 3):
+            random.random(), np.random.rand(), torch.rand(1)
+        return {"x": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)}
+
+
+class WhoMadeIt(Numbers):
+    def __getitem__(self, index):
+        return {"x": torch.tensor(os.getpid())}
+
+
+class Slow(Numbers):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Failing(Numbers):
+    def __init__(self, size, error):
+        super().__init__(size)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise self.error
+        return super().__getitem__(index)
+
+
+class Deadly(Numbers):
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def stack(samples):
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def seen(steps):
+    """Everything a list of steps says, comparable."""
+    return [
+        [(list(m.epochs), list(m.ids), m.weight, {k: v.tolist() for k, v in m.data.items()}) for m in step]
+        for step in steps
+    ]
+
+
+def line_of(ranks):
+    """The samples of one step in global order, put together from what each rank received."""
+    assert len({len(step) for step in ranks}) == 1
+    return [
+        (epoch, i)
+        for slots in zip(*ranks, strict=True)
+        for micro in slots
+        if micro.weight
+        for epoch, i in zip(micro.epochs, micro.ids, strict=True)
+    ]
+
+
+segments = st.lists(
+    st.tuples(
+        st.integers(1, 5),  # ranks
+        st.integers(1, 7),  # batch size
+        st.integers(1, 40),  # global batch size
+        st.integers(0, 4),  # steps before the next change
+        st.dictionaries(st.integers(1, 4), st.integers(1, 25), max_size=2),  # global batch size from later epochs on
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None)
+@given(epoch_size=st.integers(1, 60), seed=st.integers(0, 2**32), segments=segments)
+def test_any_change_of_ranks_and_batches_keeps_the_order(epoch_size, seed, segments):
+    position, line = 0, []
+    for ranks, batch_size, global_batch_size, num_steps, later in segments:
+        phases = [(0, global_batch_size), *sorted(later.items())]
+        batches = BatchSchedule(tuple(Phase(e, g, batch_size) for e, g in phases))
+        loaders = [
+            Loader(Numbers(epoch_size), stack, batches, seed=seed, data_rank=rank, data_size=ranks, position=position)
+            for rank in range(ranks)
+        ]
+        for steps in islice(zip(*loaders, strict=True), num_steps):
+            line += line_of(steps)
+            for micro in (micro for step in steps for micro in step):
+                assert micro.data["x"].tolist() == list(micro.ids)
+                assert len(micro.ids) == batch_size or micro.weight
+        assert len({loader.position for loader in loaders}) == 1
+        position = loaders[0].position
+    epochs, ids = samples_at(0, position, epoch_size, seed, True)
+    assert line == list(zip(epochs.tolist(), ids.tolist(), strict=True))
+    for epoch in range(position // epoch_size):
+        assert sorted(i for e, i in line if e == epoch) == list(range(epoch_size))
+
+
+def test_fillers_repeat_the_start_of_the_slice_and_weigh_nothing():
+    batches = BatchSchedule.constant(5, 4)
+    ranks = [
+        next(iter(Loader(Numbers(100), stack, batches, seed=0, data_rank=r, data_size=3, shuffle=False)))
+        for r in range(3)
+    ]
+    assert [(list(m.ids), m.weight) for [m] in ranks] == [([0, 1, 2, 3], 1), ([4], 1), ([0, 1, 2, 3], 0)]
+    [filler] = next(iter(Loader(Numbers(100), stack, BatchSchedule.constant(1, 3), seed=0, data_rank=1, data_size=2)))
+    assert len(filler.ids) == 3
+    assert filler.weight == 0
+
+
+@pytest.mark.parametrize("dataset", [Numbers(23), Augmented(23)], ids=["plain", "augmented"])
+def test_workers_change_nothing(dataset):
+    def run(num_workers, **options):
+        batches = BatchSchedule((Phase(0, 10, 2), Phase(1, 7, 3)))
+        loader = Loader(
+            dataset, stack, batches, seed=3, data_rank=1, data_size=2, end=80, num_workers=num_workers, **options
+        )
+        return seen(loader)
+
+    alone = run(0)
+    assert len(alone) == BatchSchedule((Phase(0, 10, 2), Phase(1, 7, 3))).steps_between(0, 80, 23)
+    assert run(1) == alone
+    assert run(3, prefetch=4) == alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_position_is_exact_however_far_workers_read_ahead(num_workers):
+    def loader(position=0):
+        batches = BatchSchedule.constant(6, 2)
+        return Loader(
+            Numbers(20), stack, batches, seed=1, position=position, end=50, num_workers=num_workers, prefetch=4
+        )
+
+    whole = seen(loader())
+    first = loader()
+    start = seen(islice(first, 3))
+    assert first.position == 18
+    first.close()
+    second = loader(first.position)
+    assert start + seen(second) == whole
+    assert second.position == 50
+
+
+@pytest.mark.parametrize(("batch_size", "num_workers", "data_size"), [(1, 0, 1), (5, 2, 1), (4, 0, 3), (2, 1, 2)])
+def test_random_numbers_belong_to_the_sample(batch_size, num_workers, data_size):
+    def draws(batch_size, num_workers=0, data_size=1, seed=5):
+        found = {}
+        for rank in range(data_size):
+            loader = Loader(
+                Augmented(17),
+                stack,
+                BatchSchedule.constant(12, batch_size),
+                seed=seed,
+                data_rank=rank,
+                data_size=data_size,
+                end=51,
+                num_workers=num_workers,
+            )
+            for micro in (micro for step in loader for micro in step):
+                for epoch, i, x in zip(micro.epochs, micro.ids, micro.data["x"].tolist(), strict=True):
+                    assert found.setdefault((epoch, i), x) == x
+        return found
+
+    reference = draws(3)
+    assert draws(batch_size, num_workers, data_size) == reference
+    assert len(reference) == 51
+    for place in range(3):  # python, numpy, torch: another number for every sample, epoch and seed
+        assert len({x[place] for x in reference.values()}) == 51
+        assert draws(3, seed=6)[0, 0][place] != reference[0, 0][place]
+
+
+def test_the_process_keeps_its_own_random_state():
+    random.seed(1), np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1), np.random.seed(1)
+    list(Loader(Augmented(10), stack, BatchSchedule.constant(4, 2), seed=0, end=10))
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_seeding_stops_where_nothing_is_drawn(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(reader_module, "_seed_generators", seeded.append)
+    list(Loader(Numbers(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
+    assert len(seeded) == 3
+
+
+def test_torchs_generator_is_left_alone_by_starting_workers():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(Loader(Numbers(4), stack, BatchSchedule.constant(2, 2), seed=0, end=4, num_workers=1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_can_be_run_again_and_closed(persistent):
+    loader = Loader(
+        WhoMadeIt(12),
+        stack,
+        BatchSchedule.constant(4, 2),
+        seed=0,
+        end=12,
+        num_workers=2,
+        persistent_workers=persistent,
+    )
+    children = set(multiprocessing.active_children())
+    runs = []
+    for steps in (None, 1, None):  # the second is left in the middle
+        found = list(islice(loader, steps))
+        assert len(found) == (steps or 3)
+        assert loader.position == 4 * len(found)
+        runs.append({pid for step in found for micro in step for pid in micro.data["x"].tolist()})
+    assert (runs[0] == runs[2]) is persistent
+    assert os.getpid() not in runs[0]
+    next(iter(loader))
+    loader.close()
+    assert set(multiprocessing.active_children()) <= children
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("error", [ValueError("sample 5 is broken"), UserError("dataset.files: broken")])
+def test_what_a_worker_raises_arrives(error):
+    loader = Loader(Failing(20, error), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)
+    with pytest.raises(type(error), match="broken") as raised:
+        list(islice(loader, 10))
+    if isinstance(error, UserError):
+        assert str(raised.value) == "dataset.files: broken"
+    loader.close()
+
+
+def test_a_killed_worker_is_an_error_and_no_hang():
+    # In a process of its own: torch reports the death from a signal handler, which may strike anywhere.
+    code = (
+        "from test_loader import *\n"
+        "for _ in Loader(Deadly(20), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2): pass"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 1
+    assert "Error" in ran.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_start_methods(method):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        loader = Loader(Numbers(9), stack, BatchSchedule.constant(4, 2), seed=0, end=9, num_workers=1)
+        assert seen(loader) == seen(Loader(Numbers(9), stack, BatchSchedule.constant(4, 2), seed=0, end=9))
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_waiting_is_counted(num_workers):
+    loader = Loader(Slow(6), stack, BatchSchedule.constant(3, 3), seed=0, end=6, num_workers=num_workers)
+    for _ in loader:
+        pass
+    assert loader.waited_seconds >= 0.03
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(UserError, match=r"train_data/eval_data: .*length 0"):
+        Loader(Numbers(0), stack, BatchSchedule.constant(4, 2), seed=0)
+
+
+def test_what_cannot_be_resumed_is_refused():
+    with pytest.raises(UserError, match=r"train_data/eval_data: list_iterator has neither .* open\(start\)"):
+        Loader(iter([1, 2]), stack, BatchSchedule.constant(4, 2), seed=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_tensors_are_pinned(num_workers):
+    def collate(samples):
+        batch = stack(samples)
+        return {**batch, "pair": (batch["x"].clone(), [batch["x"].clone()]), "name": "kept"}
+
+    loader = Loader(
+        Numbers(8), collate, BatchSchedule.constant(4, 4), seed=0, end=8, num_workers=num_workers, pin_memory=True
+    )
+    for [micro] in loader:
+        assert micro.data["x"].is_pinned()
+        assert micro.data["pair"][0].is_pinned()
+        assert micro.data["pair"][1][0].is_pinned()
+        assert micro.data["name"] == "kept"

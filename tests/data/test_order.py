@@ -1,0 +1,120 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.data.order import BatchSchedule, Phase, permute, samples_at, share
+from shoal.errors import UserError
+from shoal.seeding import mix
+
+schedules = st.builds(
+    lambda epochs, sizes: BatchSchedule(
+        tuple(Phase(e, g, b) for e, (g, b) in zip(sorted({0, *epochs}), sizes, strict=False))
+    ),
+    st.sets(st.integers(1, 5), max_size=3),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=4, max_size=4),
+)
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**63 - 1))
+def test_permute_is_a_bijection(size, key):
+    assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+
+
+@given(size=st.integers(1, 2**40), key=st.integers(0, 2**63 - 1), data=st.data())
+def test_permute_needs_no_table(size, key, data):
+    indices = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))
+    out = permute(indices, size, key)
+    assert len(set(out.tolist())) == len(indices)
+    assert out.min() >= 0
+    assert out.max() < size
+    assert [permute(indices[i : i + 1], size, key)[0] for i in range(len(indices))] == out.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_small_permutations_are_equally_likely(size):
+    keys = np.repeat(np.array([mix(k, "test") for k in range(12000)], np.uint64), size)
+    drawn = permute(np.tile(np.arange(size), 12000), size, keys).reshape(-1, size)
+    counts = Counter(map(tuple, drawn.tolist()))
+    expected = 12000 / math.factorial(size)
+    assert len(counts) == math.factorial(size)
+    assert all(abs(count - expected) < 6 * math.sqrt(expected) for count in counts.values())
+
+
+def test_large_permutations_look_random():
+    size = 50_000
+    out = permute(np.arange(size), size, mix(1, "test"))
+    noise = 5 / math.sqrt(size)
+    assert abs(np.corrcoef(out, np.arange(size))[0, 1]) < noise
+    assert abs(np.corrcoef(out[1:], out[:-1])[0, 1]) < noise
+    assert np.abs(np.bincount(out[: size // 2] % 16) - size / 32).max() < 6 * math.sqrt(size / 32)
+    assert (out == permute(np.arange(size), size, mix(2, "test"))).mean() < 0.001
+
+
+@given(
+    epoch_size=st.integers(1, 50), position=st.integers(0, 300), count=st.integers(0, 200), seed=st.integers(0, 2**40)
+)
+def test_a_slice_is_cut_from_whole_epochs(epoch_size, position, count, seed):
+    num_epochs = (position + count) // epoch_size + 1
+    line = [
+        (e, int(i))
+        for e in range(num_epochs)
+        for i in permute(np.arange(epoch_size), epoch_size, mix(seed, "order", e))
+    ]
+    epochs, ids = samples_at(position, count, epoch_size, seed, shuffle=True)
+    assert list(zip(epochs.tolist(), ids.tolist(), strict=True)) == line[position : position + count]
+    epochs, ids = samples_at(position, count, epoch_size, seed, shuffle=False)
+    assert ids.tolist() == [p % epoch_size for p in range(position, position + count)]
+
+
+def test_epochs_and_seeds_differ():
+    first, second = samples_at(0, 200, 100, 7, True)[1].reshape(2, 100)
+    assert first.tolist() != second.tolist()
+    assert first.tolist() != samples_at(0, 100, 100, 8, True)[1].tolist()
+
+
+@given(
+    batches=schedules,
+    epoch_size=st.none() | st.integers(1, 60),
+    start=st.integers(0, 300),
+    length=st.integers(0, 300),
+)
+def test_steps_between_agrees_with_stepping(batches, epoch_size, start, length):
+    end, position, steps = start + length, start, 0
+    while position < end:
+        size = batches.step_size(position, epoch_size, end)
+        epoch = position // epoch_size if epoch_size else 0
+        assert size == min(batches.at(epoch).global_batch_size, end - position)
+        position, steps = position + size, steps + 1
+    assert batches.steps_between(start, end, epoch_size) == steps
+
+
+def test_steps_between_does_not_step():
+    batches = BatchSchedule((Phase(0, 1, 1), Phase(10**6, 2, 1)))
+    assert batches.steps_between(0, 3 * 10**15, 10**9) == 10**15 + 10**15
+
+
+def test_a_step_that_begins_before_a_phase_keeps_its_size():
+    batches = BatchSchedule((Phase(0, 8, 2), Phase(1, 4, 2)))
+    assert [batches.step_size(p, 10) for p in (0, 8, 16)] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("epochs", [[], [1], [0, 0], [0, 5, 2]])
+def test_bad_schedules_are_refused(epochs):
+    with pytest.raises(UserError, match=r"training.gradient_accumulation: .* must rise from 0"):
+        BatchSchedule(tuple(Phase(e, 4, 2) for e in epochs))
+    with pytest.raises(UserError, match=r"at least 1"):
+        BatchSchedule.constant(4, 0)
+
+
+@given(step=st.integers(0, 200), batch=st.integers(1, 20), ranks=st.integers(1, 9))
+def test_ranks_share_a_step_without_gap_or_overlap(step, batch, ranks):
+    parts = [share(step, batch, ranks, rank) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {math.ceil(step / (batch * ranks))}
+    dealt = [place for slots in zip(*parts, strict=True) for slot in slots for place in slot]
+    assert dealt == list(range(step))
+    sizes = [len(slot) for slots in zip(*parts, strict=True) for slot in slots]
+    assert len({size for size in sizes if size not in (0, batch)}) <= 1

@@ -1,0 +1,357 @@
+import io
+import json
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from shoal.data import ByteTokenizer, TextDataset, load_tokenizer, open_text, prepare_text
+from shoal.data import prepare as prepare_module
+from shoal.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "text"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two documents: `abcd...` in bytes, 40 and 24 long."""
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(bytes(range(1, 41)))
+    (folder / "sub" / "b.txt").write_bytes(bytes(range(101, 125)))
+    (folder / ".hidden").write_text("not this")
+    return folder
+
+
+def text(files, **keys):
+    return TextDataset(name="text", files=files if isinstance(files, list) else str(files), **keys)
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+WHOLE = [*range(1, 41), 0, *range(101, 125), 0]
+
+
+def test_windows_are_the_text_and_labels_the_next_tokens(folder):
+    train, evaluation = open_text(text(folder, seq_length=8, eval_fraction=0))
+    assert evaluation is None
+    assert len(train) == 8
+    for i, window in enumerate(train):
+        assert window["input_ids"].tolist() == WHOLE[8 * i : 8 * i + 8]
+        assert window["labels"].tolist() == WHOLE[8 * i + 1 : 8 * i + 9]
+        assert str(window["labels"].dtype) == "torch.int64"
+    assert train.tokens.dtype == np.uint8
+    with pytest.raises(IndexError):
+        train[8]
+
+
+@pytest.mark.parametrize(("fraction", "every"), [(0.5, 2), (0.3, 3), (0.25, 4), (0.01, 100)])
+def test_every_nth_window_is_held_out(folder, fraction, every):
+    train, evaluation = open_text(text(folder, seq_length=4, eval_fraction=fraction))
+    windows = [WHOLE[i : i + 4] for i in range(0, 64, 4)]
+    assert [w["input_ids"].tolist() for w in evaluation] == windows[::every]
+    assert [w["input_ids"].tolist() for w in train] == [w for i, w in enumerate(windows) if i % every]
+
+
+def test_files_folders_and_globs_in_order_and_once(folder):
+    def tokens(files):
+        return open_text(text(files, seq_length=1, eval_fraction=0))[0].tokens.tolist()
+
+    a, b = str(folder / "a.txt"), str(folder / "sub" / "b.txt")
+    assert (
+        tokens([a, b])
+        == tokens(str(folder))
+        == tokens(str(folder / "**" / "*.txt"))
+        == tokens([a, str(folder)])
+        == WHOLE
+    )
+    assert tokens([b, a]) == WHOLE[41:] + WHOLE[:41]
+
+
+def test_a_document_larger_than_a_piece_stays_whole(folder, monkeypatch):
+    monkeypatch.setattr("shoal.data.corpus._PIECE_BYTES", 16)
+    content = "".join(f"line {i} äöü\n" for i in range(50)).encode()
+    (folder / "c.txt").write_bytes(content)
+    train, _ = open_text(text(folder / "c.txt", seq_length=1, eval_fraction=0))
+    assert train.tokens.tobytes() == content + b"\0"
+
+
+def test_the_standard_library_is_there_without_tests():
+    train, evaluation = open_text(TextDataset())
+    assert len(train) > 10_000
+    assert len(evaluation) == pytest.approx(len(train) / 99, rel=0.01)
+    found = train.tokens.tobytes()
+    assert b"class OrderedDict(dict)" in found
+    assert b"class TestOrderedDict" not in found
+    assert "def" in ByteTokenizer().decode(train.tokens[:100_000])
+
+
+def test_pickling_sends_no_tokens_and_opens_again(folder):
+    train, _ = open_text(text(folder, seq_length=8))
+    assert len(pickle.dumps(train)) < 1000
+    assert pickle.loads(pickle.dumps(train))[1]["labels"].tolist() == train[1]["labels"].tolist()
+
+
+def test_nothing_is_tokenised_twice(folder, monkeypatch):
+    written = []
+    write = prepare_module._write_tokens
+    monkeypatch.setattr(prepare_module, "_write_tokens", lambda *args: written.append(1) or write(*args))
+    prepare_text(text(folder, seq_length=8))
+    prepare_text(text(folder, seq_length=4, eval_fraction=0.1))
+    open_text(text(folder, seq_length=8))
+    assert len(written) == 1
+    (folder / "a.txt").write_bytes(b"changed")
+    prepare_text(text(folder))
+    assert len(written) == 2
+    assert open_text(text(folder, seq_length=2))[0].tokens.tobytes().startswith(b"changed\0")
+
+
+@pytest.mark.parametrize("damage", ["cut short", "garbage", "empty", "half-written beside"])
+def test_a_damaged_cache_is_made_again(folder, cache, damage):
+    config = text(folder, seq_length=8, eval_fraction=0)
+    prepare_text(config)
+    [path] = cache.glob("*.npy")
+    whole = path.read_bytes()
+    if damage == "half-written beside":
+        path.rename(path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").write_bytes(whole[:50])
+    else:
+        path.write_bytes({"cut short": whole[:-5], "garbage": b"x" * 500, "empty": b""}[damage])
+    with pytest.raises(UserError, match=r"dataset.cache_dir: .* missing or damaged"):
+        open_text(config)
+    prepare_text(config)
+    assert path.read_bytes() == whole
+    assert open_text(config)[0].tokens.tolist() == WHOLE
+
+
+def test_a_failed_preparation_publishes_nothing(folder, cache, monkeypatch):
+    def fail(self, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "encode", fail)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_text(text(folder))
+    assert not [*cache.glob("*.npy"), *cache.glob("*.json")]
+    assert open_text(text(folder, seq_length=8, eval_fraction=0))[0].tokens.tolist() == WHOLE
+
+
+SLOW = """
+import sys, time
+from shoal.data import ByteTokenizer, TextDataset, open_text, prepare_text
+encode = ByteTokenizer.encode
+def slow(self, text):
+    open(sys.argv[2], "a").write("encoded\\n")
+    time.sleep(0.5)
+    return encode(self, text)
+ByteTokenizer.encode = slow
+config = TextDataset(name="text", files=sys.argv[1], seq_length=8, eval_fraction=0)
+prepare_text(config)
+print(open_text(config)[0].tokens.tolist())
+"""
+
+
+def test_two_processes_prepare_once(folder, tmp_path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", SLOW, str(folder), str(log)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [json.loads(output) for output in outputs] == [WHOLE, WHOLE]
+    assert log.read_text().count("encoded") == 2  # the two documents, once
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the sun and the moon and the sea"] * 5, trainer)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file(folder, tokenizer_file):
+    tokenizer = load_tokenizer(str(tokenizer_file))
+    assert tokenizer.eos == 0
+    assert tokenizer.decode(tokenizer.encode("the sun, the möon")) == "the sun, the möon"
+    assert len(tokenizer.encode("the moon")) < len("the moon")
+    for name in ("x.txt", "y.txt"):
+        (folder / name).write_text("the sea and the moon")
+    files = [str(folder / "x.txt"), str(folder / "y.txt")]
+    train, _ = open_text(text(files, tokenizer=str(tokenizer_file), seq_length=2, eval_fraction=0))
+    one = [*tokenizer.encode("the sea and the moon").tolist(), 0]
+    assert train.tokens.tolist() == one * 2
+    assert train.tokens.dtype == np.uint16
+    assert max(one) < tokenizer.vocab_size
+
+
+def test_bytes_reads_what_a_tokenizer_cannot(folder, tokenizer_file):
+    (folder / "bad.txt").write_bytes(b"\xff\xfe" * 20)
+    open_text(text(folder / "bad.txt", seq_length=4))
+    with pytest.raises(UserError, match=r"dataset.tokenizer: .*bad.txt is not UTF-8") as error:
+        open_text(text(folder, tokenizer=str(tokenizer_file)))
+    one_line(error)
+
+
+@pytest.fixture
+def hf(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    from huggingface_hub import constants
+
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    local = tmp_path / "local"
+    local.mkdir()
+    return local
+
+
+def write_rows(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(row["text"] + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_a_local_hugging_face_folder(hf, kind):
+    write_rows(hf / f"train.{kind}", [{"text": "first row"}, {"text": ""}, {"text": "second"}])
+    config = TextDataset(name=str(hf), seq_length=3)
+    train, evaluation = open_text(config)
+    assert train.tokens.tobytes() == b"first row\0second\0"
+    assert evaluation[0]["input_ids"].tolist() == list(b"fir")
+
+
+def test_a_validation_split_is_used_for_evaluation(hf):
+    write_rows(hf / "train.jsonl", [{"body": "train", "n": 1}])
+    write_rows(hf / "validation.jsonl", [{"body": "validate", "n": 2}])
+    keys = {"name": str(hf), "text_column": "body", "seq_length": 4}
+    train, evaluation = open_text(TextDataset(**keys))
+    assert (train.tokens.tobytes(), evaluation.tokens.tobytes()) == (b"train\0", b"validate\0")
+    assert open_text(TextDataset(**keys, eval_fraction=0))[1] is None
+    assert open_text(TextDataset(**keys, split="validation", eval_fraction=0))[0].tokens.tobytes() == b"validate\0"
+    with pytest.raises(UserError, match=r"dataset.text_column: 'n' is no column of text; there is body") as error:
+        open_text(TextDataset(name=str(hf), text_column="n"))
+    one_line(error)
+    with pytest.raises(UserError, match=r"dataset.split: .*nope.*train") as error:
+        open_text(TextDataset(**keys, split="nope"))
+    one_line(error)
+    with pytest.raises(UserError, match=r"dataset.name: cannot load .*other.*default") as error:
+        open_text(TextDataset(**keys, config="other"))
+    one_line(error)
+
+
+def test_the_hub_out_of_reach_is_told_at_once(hf):
+    started = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"dataset.name: cannot load 'wikitext': the Hugging Face Hub cannot be"
+    ) as error:
+        open_text(TextDataset(name="wikitext"))
+    one_line(error)
+    with pytest.raises(UserError, match=r"dataset.tokenizer: cannot load 'gpt2': the Hugging Face Hub") as error:
+        open_text(TextDataset(tokenizer="gpt2"))
+    one_line(error)
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(
+    ("package", "keys"), [("datasets", {"name": "wikitext"}), ("tokenizers", {"tokenizer": "gpt2"})]
+)
+def test_a_missing_package_names_the_extra(monkeypatch, package, keys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"dataset\.\w+: '\w+' needs the package {package}; .*pip install shoal\[hf\]"):
+        open_text(TextDataset(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "text"}, r"dataset.files: missing"),
+        ({"name": "stdlib", "files": "x"}, r"dataset.files: 'x' has no use with dataset.name 'stdlib'"),
+        ({"files": "x"}, r"dataset.files: 'x' has no use"),
+        ({"name": "wikitext", "files": "x"}, r"dataset.files: 'x' has no use with dataset.name 'wikitext'"),
+        ({"name": "text", "files": "x", "split": "test"}, r"dataset.split: 'test' has no use"),
+        ({"name": "stdlib", "config": "c"}, r"dataset.config: 'c' has no use"),
+        ({"name": "stdlib", "text_column": "c"}, r"dataset.text_column: 'c' has no use"),
+    ],
+)
+def test_keys_of_another_name_are_refused(keys, message):
+    with pytest.raises(UserError, match=message) as error:
+        TextDataset(**keys)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"seq_length": 0}, {"seq_length": "8"}, {"eval_fraction": 0.7}, {"eval_fraction": -1}, {"seq_len": 8}]
+)
+def test_values_are_typed_and_closed(keys):
+    with pytest.raises(ValidationError):
+        TextDataset(**keys)
+
+
+def test_a_resolved_config_can_be_read_again(folder):
+    for config in (TextDataset(), text(folder), TextDataset(name="wikitext", split="test")):
+        assert TextDataset(**config.model_dump()) == config
+
+
+def test_missing_files_and_short_texts(folder, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "nothing.txt").touch()
+    for keys, message in [
+        ({"files": str(tmp_path / "no*.md")}, r"dataset.files: '.*no\*.md' is no file"),
+        ({"files": str(empty)}, r"dataset.files: '.*empty' is no file"),
+        ({"files": str(folder), "tokenizer": "no/such/tokenizer.json"}, r"dataset.tokenizer: there is no file no/such"),
+        ({"files": str(folder), "tokenizer": str(folder / "a.txt")}, r"dataset.tokenizer: cannot load '.*a.txt'"),
+        ({"files": str(folder), "cache_dir": str(folder / "a.txt")}, r"dataset.cache_dir: .* cannot be made"),
+        ({"files": str(tmp_path / "nothing.txt")}, r"dataset.seq_length: 256 needs at least 513 tokens.* has 1$"),
+        ({"files": str(folder), "seq_length": 66, "eval_fraction": 0}, r"66 needs at least 67 tokens; the text has 66"),
+        ({"files": str(folder), "seq_length": 33}, r"33 needs at least 67 tokens, one of them .*; the text has 66"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            open_text(TextDataset(name="text", **keys))
+        one_line(error)
+
+
+def test_an_empty_dataset_is_refused(hf):
+    write_rows(hf / "train.jsonl", [{"text": ""}])
+    with pytest.raises(UserError, match=r"dataset.name: there is no text"):
+        open_text(TextDataset(name=str(hf)))
+
+
+def test_progress_is_shown_only_on_a_terminal(folder, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
+        (folder / "a.txt").write_text(f"{shown}" * 20)
+        monkeypatch.setattr(sys, "stderr", stream)
+        prepare_text(text(folder))
+        assert ("tokenising" in stream.getvalue()) is shown
