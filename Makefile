@@ -19,7 +19,7 @@ test: .venv/.ready-dev lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "slow"
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .

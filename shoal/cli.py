@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
     pass
 
@@ -68,18 +71,22 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
 
 def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
     """The last words of a run: how it went and what can be done with it."""
-    again = " ".join([_command("shoal"), "train", str(config), *(f"'{o}'" if " " in o else o for o in overrides)])
+    again = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
         print(f"stopped by {outcome.stopped_by.name} at step {outcome.step} of {outcome.total_steps}; saved")
-        print(f"go on with   {again}")
+        print("go on with  ", shlex.join([*again, *overrides]))
         return
     if outcome.preview:
         print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")
-    losses = [f"{name} {outcome.metrics[f'{name}/loss']:.4f}" for name in ("train", "eval") if f"{name}/loss" in outcome.metrics]
-    print(f"finished at step {outcome.step}" + (f", loss: {', '.join(losses)}" if losses else ""))
-    print(f"run folder   {outcome.output_dir}")
-    print(f"go further   {again} training.max_steps={2 * outcome.step}")
-    print(f"look at it   {_command('tensorboard')} --logdir {outcome.output_dir}")
+    if outcome.first_step == outcome.step:
+        print(f"already finished at step {outcome.step}")
+    else:
+        losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
+        print(f"finished at step {outcome.step}, {', '.join(losses)}")
+    others = [override for override in overrides if not override.startswith("training.max_steps=")]
+    print("run folder  ", outcome.output_dir)
+    print("go further  ", shlex.join([*again, *others, f"training.max_steps={2 * outcome.step}"]))
+    print("look at it  ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
 
 
 def _command(name: str) -> str:

@@ -76,5 +76,3 @@ class ParallelPlan:
 
     blocks: tuple[str, ...] = ()
     """The repeated modules in order: units for compilation, activation checkpointing and sharding."""
-
-

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.config.schema import LoaderConfig
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -58,9 +59,7 @@ def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
     return next((checkpoint.folder for checkpoint in manager.newest_first(lambda message: None)), None)
 
 
-def find_start(
-    resume: str, manager: CheckpointManager, warn: Callable[[str], None]
-) -> Iterator[Checkpoint]:
+def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], None]) -> Iterator[Checkpoint]:
     """The checkpoints a run may go on from, best first; none means a fresh start."""
     if resume == "never":
         if steps := manager.steps():
@@ -121,14 +120,14 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any], allowed: list[st
             )
 
 
-_PLACES = ("dataset.num_workers", "dataset.pin_memory", "dataset.persistent_workers", "dataset.prefetch", "dataset.cache_dir")  # fmt: skip
+_NOT_IDENTITY = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "cache_dir")}
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
     """The values that make a run this run and no other, by dotted key."""
     flat = _flatten(config)
     kept = ("recipe", "model.", "lora.", "dataset.", "experiment.seed")
-    return {key: value for key, value in flat.items() if key.startswith(kept) and key not in _PLACES}
+    return {key: value for key, value in flat.items() if key.startswith(kept) and key not in _NOT_IDENTITY}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -113,7 +113,12 @@ def write_checkpoint(folder: Path, state: TrainState, trainer: dict[str, Any], a
             save_file(on_cpu, beside / file)
             files[file] = {"bytes": (beside / file).stat().st_size, "header": _header_digest(beside / file)}
             for name, tensor in on_cpu.items():
-                piece = {"file": file, "offset": [0] * tensor.ndim, "shape": [*tensor.shape], "sha256": _tensor_digest(tensor)}
+                piece = {
+                    "file": file,
+                    "offset": [0] * tensor.ndim,
+                    "shape": [*tensor.shape],
+                    "sha256": _tensor_digest(tensor),
+                }
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 tensors[f"{room}/{name}"] = {"dtype": dtype, "shape": [*tensor.shape], "pieces": [piece]}
         text = json.dumps(trainer, indent=1)
@@ -138,7 +143,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise DamagedCheckpoint(f"{folder / MANIFEST} is not a manifest")
         if manifest["format"] != FORMAT:
             raise UserError(
-                f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads format {FORMAT}; "
+                f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads {FORMAT}; "
                 "use the version of shoal that wrote it"
             )
         if manifest.pop("digest", None) != _manifest_digest(manifest):

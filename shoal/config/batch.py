@@ -37,7 +37,7 @@ def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_
     if accumulation is not None and batch * accumulation * data_size != total:
         raise UserError(
             f"training.batch_size {batch} × gradient_accumulation {accumulation} × {data_size} data-parallel "
-            f"= {batch * accumulation * data_size}, but training.global_batch_size is {total}; leave one of the three out"
+            f"= {batch * accumulation * data_size}, but training.global_batch_size is {total}; leave one of them out"
         )
     if batch * data_size > total:
         raise UserError(

@@ -89,7 +89,9 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
             _refuse_unknown(extra, valid, f"{section}.", sources, owner=f"recipe {tree['recipe']!r}")
 
     config = _validate(Config, core, sources)
-    recipe_config = _validate(recipe_type.Config, own, sources, extra_keys={"dataset": sorted(LoaderConfig.model_fields)})
+    recipe_config = _validate(
+        recipe_type.Config, own, sources, extra_keys={"dataset": sorted(LoaderConfig.model_fields)}
+    )
     return Run(config, recipe_type, recipe_config, sources)
 
 
@@ -116,9 +118,10 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     if recipe_type is None:
         found = get_close_matches(class_name, dir(module), n=1)
         raise UserError(
-            f"{where} = {name!r}: {module_name} has no {class_name!r}" + (f"; did you mean {found[0]!r}?" if found else "")
+            f"{where} = {name!r}: {module_name} has no {class_name!r}"
+            + (f"; did you mean {found[0]!r}?" if found else "")
         )
-    return recipe_type  # type: ignore[no-any-return]
+    return recipe_type
 
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> tuple[Tree, Sources]:
@@ -193,9 +196,7 @@ def _models_in(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _refuse_unknown(
-    given: Tree, valid: Sequence[str], prefix: str, sources: Sources, owner: str | None = None
-) -> None:
+def _refuse_unknown(given: Tree, valid: Sequence[str], prefix: str, sources: Sources, owner: str | None = None) -> None:
     for key in given:
         if key in valid:
             continue
@@ -236,10 +237,8 @@ def _explain(error: Any, data: Tree, sources: Sources) -> str:
     keys: list[str] = []
     value: Any = data
     for part in error["loc"]:
-        if isinstance(value, dict) and part in value:
-            keys.append(str(part))
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+        indices = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        if part in indices:
             keys.append(str(part))
             value = value[part]
         elif error["type"] == "missing":

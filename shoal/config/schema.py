@@ -13,7 +13,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Closed and strict: an unknown key or a value of the wrong type is refused by name."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class ExperimentConfig(Section):
@@ -21,17 +21,22 @@ class ExperimentConfig(Section):
     output_dir: str | None = None
     """The run folder; `runs/<name>` unless given."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of the weights, the order of samples, dropout and noise."""
     deterministic: bool = False
+    """Use only operations that repeat to the bit on this hardware; slower on GPUs."""
 
 
 class LoaderConfig(Section):
     """The keys of `dataset:` that say how samples are fetched, whatever the recipe."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that fetch samples ahead; 0 fetches in the training process."""
     pin_memory: bool | None = None
     """Unless given: on where the device is a GPU."""
     persistent_workers: bool = True
+    """Keep the workers of the evaluation data alive between evaluations."""
     prefetch: Positive = 2
+    """Micro-batches each worker fetches ahead."""
 
 
 def _by_name(value: Any) -> Any:
@@ -76,27 +81,38 @@ Scheduler = Annotated[
 
 class TrainingConfig(Section):
     max_steps: Positive | None = None
+    """Updates to make; this or `num_epochs`."""
     num_epochs: Positive | None = None
+    """How often to see every sample."""
 
     global_batch_size: Positive | None = None
+    """Samples in one update, over all devices."""
     batch_size: Positive | None = None
+    """Samples in one micro-batch on one device."""
     gradient_accumulation: Positive | dict[Annotated[int, Field(ge=0)], Positive] | None = None
+    """Micro-batches in one update on one device."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     mixed_precision: Literal["fp32", "bf16"] = "fp32"
+    """What matrix products are computed in; weights and optimizer state stay fp32."""
     tf32: bool = False
+    """Let fp32 matrix products on a CUDA device use TF32."""
     compile: bool = False
+    """torch.compile, block by block."""
 
     optimizer: Optimizer = AdamW()
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the gradient to this norm; `null` for none."""
     max_skipped_steps: Positive = 10
     """Stop after this many updates in a row were skipped because the gradient was not finite."""
 
     lr_scheduler: Scheduler = Decay(name="cosine", min_ratio=0.1)
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Updates until the learning rate is at its peak; this or `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
+    """The same as a share of all updates."""
 
     eval_steps: Positive | None = None
     """Evaluate every so many steps, and at the end."""
@@ -132,6 +148,7 @@ class CheckpointConfig(Section):
     every: Positive | None = 100
     """Save every so many steps; always at the end. `null`: only at the end."""
     keep_last: Positive = 3
+    """How many checkpoints to keep."""
     resume: str = "auto"
     """`auto` goes on from the last good checkpoint in the run folder, `never` starts anew in an empty one,
     a path starts from that checkpoint."""
@@ -140,14 +157,16 @@ class CheckpointConfig(Section):
 
 
 class WandbConfig(Section):
-    project: str | None = None
+    project: str = "shoal"
     entity: str | None = None
     mode: Literal["online", "offline"] = "online"
+    """Offline runs are written below the run folder; `wandb sync` uploads them later."""
 
 
 class MlflowConfig(Section):
     tracking_uri: str | None = None
-    experiment: str | None = None
+    """A server or database; unless given, a folder in the run folder."""
+    experiment: str = "shoal"
 
 
 class ProfileConfig(Section):
@@ -156,14 +175,22 @@ class ProfileConfig(Section):
     steps: Positive = 3
 
 
+ConsoleMode = Literal["auto", "rich", "plain", "off"]
+
+
 class LoggingConfig(Section):
     every: Positive = 10
-    console: Literal["auto", "rich", "plain", "off"] = "auto"
+    """Steps between two lines of the log."""
+    console: ConsoleMode = "auto"
+    """`auto`: a live bar on a terminal, plain lines elsewhere."""
     tensorboard: bool = True
+    """Write `tensorboard/` in the run folder."""
     jsonl: bool = True
+    """Write `metrics.jsonl` in the run folder."""
     wandb: bool | WandbConfig = False
     mlflow: bool | MlflowConfig = False
     profile: ProfileConfig | None = None
+    """Record these steps with torch.profiler, into `profile/` in the run folder."""
 
 
 class Config(Section):

@@ -24,7 +24,11 @@ for tag, pattern, first in (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^[-+]?(?:\d[\d_]*|0x[0-9a-fA-F]+)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", "-+.0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+.0123456789",
+    ),
 ):
     resolver = f"tag:yaml.org,2002:{tag}"
     for character in first:

@@ -1,7 +1,7 @@
 """Datasets, the global order of samples, and the loader that can be resumed at any position."""
 
 from shoal.data.loader import Loader
-from shoal.data.order import BatchSchedule, Phase, permute, samples_at, share
+from shoal.data.order import BatchSchedule, permute, samples_at, share
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.data.text import TextDataset, TokenWindows, open_text, prepare_text
 from shoal.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -11,7 +11,6 @@ __all__ = [
     "ByteTokenizer",
     "Loader",
     "OrderedStream",
-    "Phase",
     "ShardedStream",
     "TextDataset",
     "TokenWindows",

@@ -68,13 +68,17 @@ def _expand(patterns: list[str]) -> list[Path]:
         if path.is_file():
             matches = [path]
         elif path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            matches = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
         else:
             matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
         if not matches:
             raise UserError(f"dataset.files: {pattern!r} is no file, no folder with files and matches none")
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _load_rows(config: TextDataset) -> tuple[Corpus, Corpus | None]:
@@ -84,7 +88,7 @@ def _load_rows(config: TextDataset) -> tuple[Corpus, Corpus | None]:
         builder = datasets.load_dataset_builder(str(local) if local.is_dir() else config.name, subset)
         builder.download_and_prepare()
         train = _rows(builder, config.split, config.text_column)
-        held_out = config.eval_fraction > 0 and config.split != "validation" and "validation" in builder.info.splits
+        held_out = "validation" in builder.info.splits and "validation" not in config.split and config.eval_fraction > 0
         return train, _rows(builder, "validation", config.text_column) if held_out else None
 
 

@@ -132,7 +132,6 @@ class Loader:
                 pin_memory=pin_memory,
                 persistent_workers=persistent_workers,
                 prefetch_factor=prefetch,
-                collate_fn=_as_it_is,
                 generator=torch.Generator(),  # its own, or starting workers would advance the global one
             )
 
@@ -161,10 +160,6 @@ class Loader:
         if self._steps is not None:
             self._steps.close()
         self._steps = self._items = None
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def _pin(data: Any) -> Any:

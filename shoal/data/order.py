@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UserError
 from shoal.seeding import mix
+from shoal.types import BatchPhase
 
 Ints = NDArray[np.int64]
 _ROUNDS = 12  # with 8, the permutations of five things are visibly not equally likely
@@ -61,20 +62,11 @@ def samples_at(position: int, count: int, epoch_size: int, seed: int, shuffle: b
     return epochs, ids
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Batch sizes from `first_epoch` on; `batch_size` is what one rank sends through the model at once."""
-
-    first_epoch: int
-    global_batch_size: int
-    batch_size: int
-
-
 @dataclass(frozen=True)
 class BatchSchedule:
     """Batch sizes by epoch. A step belongs to the epoch of its first sample; a stream stays in epoch 0."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[BatchPhase, ...]
 
     def __post_init__(self) -> None:
         starts = [phase.first_epoch for phase in self.phases]
@@ -86,12 +78,12 @@ class BatchSchedule:
 
     @classmethod
     def constant(cls, global_batch_size: int, batch_size: int) -> BatchSchedule:
-        return cls((Phase(0, global_batch_size, batch_size),))
+        return cls((BatchPhase(0, global_batch_size, batch_size),))
 
-    def at(self, epoch: int) -> Phase:
+    def at(self, epoch: int) -> BatchPhase:
         return next(phase for phase in reversed(self.phases) if phase.first_epoch <= epoch)
 
-    def at_position(self, position: int, epoch_size: int | None) -> Phase:
+    def at_position(self, position: int, epoch_size: int | None) -> BatchPhase:
         return self.at(position // epoch_size if epoch_size else 0)
 
     def step_size(self, position: int, epoch_size: int | None, end: int | None = None) -> int:

@@ -109,12 +109,12 @@ def prepare_text(config: TextDataset) -> None:
     folder = config.cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = load_tokenizer(config.tokenizer)
+        paths = [tokenize(corpus, tokenizer, folder).name for corpus in load_corpora(config) if corpus is not None]
+        with locked(config.reference()), replacing(config.reference()) as file:
+            file.write(json.dumps(paths).encode())
     except OSError as error:
-        raise UserError(f"dataset.cache_dir: {folder} cannot be made ({error.strerror})") from error
-    tokenizer = load_tokenizer(config.tokenizer)
-    paths = [tokenize(corpus, tokenizer, folder).name for corpus in load_corpora(config) if corpus is not None]
-    with locked(config.reference()), replacing(config.reference()) as file:
-        file.write(json.dumps(paths).encode())
+        raise UserError(f"dataset.cache_dir: cannot prepare the text in {folder}: {error}") from error
 
 
 def open_text(config: TextDataset) -> tuple[TokenWindows, TokenWindows | None]:

@@ -64,11 +64,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     local = Path(name).expanduser()
+    if name.endswith(".json") and not local.exists():
+        raise UserError(f"dataset.tokenizer: there is no file {name}")
     with hub("dataset.tokenizer", name, "tokenizers", local=local.exists()) as tokenizers:
         if local.exists():
-            return JsonTokenizer(
-                tokenizers.Tokenizer.from_file(str(local / "tokenizer.json" if local.is_dir() else local))
-            )
-        if name.endswith(".json"):
-            raise UserError(f"dataset.tokenizer: there is no file {name}")
+            file = local / "tokenizer.json" if local.is_dir() else local
+            return JsonTokenizer(tokenizers.Tokenizer.from_file(str(file)))
         return JsonTokenizer(tokenizers.Tokenizer.from_pretrained(name))

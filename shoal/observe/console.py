@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.observe.config import ConsoleMode
+from shoal.config.schema import ConsoleMode
 
 _REDRAW_SECONDS = 0.25
 
@@ -96,11 +96,12 @@ class Console:
         """One line that always fits: what matters least goes first, and the bar takes the room that is left."""
         left = self._seconds_left()
         shown = {name: _format(name, value) for name, value in self._shown.items()}
+        speeds = [text for name, text in shown.items() if name.endswith("_per_second")]
         known = [
             f"step {self._step}/{self._total_steps}",
             shown.get("train/loss"),
             f"left {'-:--' if left is None else _clock_time(left)}",
-            shown.get("train/tokens_per_second"),
+            speeds[-1] if speeds else None,
             f"elapsed {_clock_time(time.perf_counter() - self._opened)}",
         ]
         fields = [field for field in known if field]
@@ -121,7 +122,7 @@ def _short(value: float) -> str:
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.1f}{suffix}"
-    return f"{value:.0f}"
+    return f"{value:.1f}"
 
 
 def _clock_time(seconds: float) -> str:
@@ -135,7 +136,6 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "train/loss": "loss {:.4f}".format,
     "train/learning_rate": "lr {:.1e}".format,
     "train/grad_norm": "grad norm {:.2f}".format,
-    "train/tokens_per_second": lambda value: f"{_short(value)} tokens/s",
     "train/mfu": "mfu {:.1%}".format,
     "train/data_seconds": "data {:.3f}s".format,
     "train/memory_gib": "{:.1f} GiB".format,
@@ -146,4 +146,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 def _format(name: str, value: float) -> str:
     if name in _FORMATS:
         return _FORMATS[name](value)
-    return f"{name.removeprefix('train/').replace('/', ' ').replace('_', ' ')} {value:.4g}"
+    words = name.removeprefix("train/").replace("/", " ").replace("_", " ")
+    if words.endswith(" per second"):
+        return f"{_short(value)} {words.removesuffix(' per second')}/s"
+    return f"{words} {value:.4g}"

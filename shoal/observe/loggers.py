@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError
-from shoal.observe.config import LoggingConfig, MlflowConfig, WandbConfig
 
 _warnings = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class TensorBoardLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # the default, every two minutes, loses steps that a checkpoint has kept
+        self._writer.flush()  # a thread writes: wait, so that a step is on disk before its checkpoint is
 
     def text(self, step: int, tag: str, text: str) -> None:
         self._writer.add_text(tag, text, step)

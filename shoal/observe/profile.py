@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.profiler import profile, record_function
 
-from shoal.observe.config import ProfileConfig
+from shoal.config.schema import ProfileConfig
 
 
 class Profiler:

@@ -11,9 +11,8 @@ from shoal.errors import UserError
 
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(
-            f"training.mixed_precision = bf16, but {torch.cuda.get_device_name(device)} has no bf16 arithmetic; use fp32"
-        )
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"training.mixed_precision = bf16, but {name} has no bf16 arithmetic; use fp32")
     if tf32 and device.type != "cuda":
         raise UserError(f"training.tf32 = true needs a CUDA device, but the run is on {device.type}; set it to false")
 

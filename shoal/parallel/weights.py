@@ -47,7 +47,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter._meta_twin = twin  # type: ignore[attr-defined]
         return twin
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # may return one
     try:
         yield
     finally:
@@ -61,11 +61,12 @@ def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
     """
     born: dict[int, nn.Parameter] = {}
     for name, module in _children_first(model):
-        fresh = _own_meta_parameters(module)
-        for key, parameter in fresh.items():
-            if id(parameter) not in born:
-                empty = torch.empty_like(parameter, device="cpu")
-                born[id(parameter)] = type(parameter)(empty, requires_grad=parameter.requires_grad)
+        own = _own_meta_parameters(module)
+        fresh = [parameter for parameter in own.values() if id(parameter) not in born]
+        for parameter in fresh:
+            empty = torch.empty_like(parameter, device="cpu")
+            born[id(parameter)] = type(parameter)(empty, requires_grad=parameter.requires_grad)
+        for key, parameter in own.items():
             module._parameters[key] = born[id(parameter)]
         if fresh and (reset := _reset_function(module)):
             torch.manual_seed(mix(seed, "init", name))

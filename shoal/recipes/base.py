@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from shoal.errors import UserError
 from shoal.seeding import SampleRng
 from shoal.types import ParallelPlan, Weights
 
@@ -29,13 +29,13 @@ class Recipe:
     """What `count` counts, for the log: `tokens` in a language model."""
 
     def __init__(self, config: Any = None):
-        self.config = config if config is not None else self.Config()
+        self.config: Any = config if config is not None else self.Config()
 
     def prepare_data(self) -> None:
         """Downloads, tokenises, caches. Runs once per node, before any process group exists."""
 
     def build_model(self) -> nn.Module:
-        raise NotImplementedError(f"{type(self).__name__} needs build_model(self) -> nn.Module")
+        raise UserError(f"recipe {type(self).__name__} needs build_model(self) -> nn.Module")
 
     def weights(self) -> Weights:
         """Where the weights come from: drawn module by module under their names, unless the model has to be `built`."""
@@ -43,13 +43,13 @@ class Recipe:
 
     def train_data(self) -> Any:
         """A map-style dataset of dicts, or a stream (see shoal.data)."""
-        raise NotImplementedError(f"{type(self).__name__} needs train_data(self)")
+        raise UserError(f"recipe {type(self).__name__} needs train_data(self)")
 
     def eval_data(self) -> Any:
         """Like `train_data`; None means that there is nothing to evaluate on."""
         return None
 
-    def collate(self, samples: Sequence[Any]) -> Any:
+    def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
 
     def prepare(self, batch: Any, rng: SampleRng) -> Any:
@@ -58,7 +58,7 @@ class Recipe:
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         """What the model is called with, by keyword."""
-        raise NotImplementedError(f"{type(self).__name__} needs inputs(self, batch) -> dict")
+        raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
 
     def count(self, batch: Any) -> Tensor | int:
         """How many things the loss sums over: labels that are not ignored, else samples."""
@@ -68,7 +68,7 @@ class Recipe:
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         """A SUM over what `count` counts; shoal divides by the count of the whole global batch."""
-        raise NotImplementedError(f"{type(self).__name__} needs loss(self, output, batch) -> Tensor")
+        raise UserError(f"recipe {type(self).__name__} needs loss(self, output, batch) -> Tensor")
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Groups for the optimizer. Norms, biases and embeddings do not decay."""
@@ -77,7 +77,7 @@ class Recipe:
         flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
         flat_ids = {id(p) for p in flat}
         decayed = [p for p in trainable if id(p) not in flat_ids]
-        groups = [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:

@@ -26,10 +26,11 @@ class BDHRecipe(Recipe):
         dataset: TextDataset = TextDataset()
 
     def prepare_data(self) -> None:
-        if self.config.model.vocab_size < self.tokenizer.vocab_size:
+        given, needed = self.config.model.vocab_size, self.tokenizer.vocab_size
+        if given < needed:
             raise UserError(
-                f"model.vocab_size = {self.config.model.vocab_size}, but dataset.tokenizer = "
-                f"{self.config.dataset.tokenizer!r} makes {self.tokenizer.vocab_size} different tokens; raise it to that"
+                f"model.vocab_size = {given}, but dataset.tokenizer = {self.config.dataset.tokenizer!r} makes {needed} "
+                f"different tokens; raise it to {needed}"
             )
         prepare_text(self.config.dataset)
 

@@ -91,13 +91,13 @@ class SingleStrategy:
         """Gradients of (sum of losses over the global batch) / (count over the global batch)."""
         batches = [self.ready(micro, recipe) for micro in micro_batches]
         count = self._count(batches, micro_batches, recipe)
-        denominator = count.clamp(min=1)
+        scale = count.clamp(min=1).reciprocal()
         total = torch.zeros((), device=self.device)
         for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
-            torch.manual_seed(mix(self.seed, step, index, self.data_rank))
+            self._seed_generators(step, index)
             with self.autocast():
                 loss = recipe.loss(model(**recipe.inputs(batch)), batch)
-            (loss * (micro.weight / denominator)).backward()
+            loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
             total += loss.detach() * micro.weight
         return StepOutput(total, count)
 
@@ -118,7 +118,7 @@ class SingleStrategy:
         batches = [self.ready(micro, recipe) for micro in micro_batches]
         total = torch.zeros((), device=self.device)
         for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
-            torch.manual_seed(mix(self.seed, "eval", index, self.data_rank))
+            self._seed_generators("eval", index)
             with self.autocast():
                 total += recipe.loss(model(**recipe.inputs(batch)), batch) * micro.weight
         return StepOutput(total, self._count(batches, micro_batches, recipe))
@@ -148,8 +148,19 @@ class SingleStrategy:
         """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
         return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
 
+    def _seed_generators(self, *place: int | str) -> None:
+        """Seeds what a model draws from by its place in the run.
+
+        Not by `torch.manual_seed`: it also remembers the seed for every kind of device that was never used, each with
+        a traceback, which takes longer than many a step.
+        """
+        seed = mix(self.seed, *place, self.data_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
+
     def _count(self, batches: Sequence[Any], micro_batches: Sequence[MicroBatch], recipe: Objective) -> Tensor:
-        count = sum(recipe.count(b) * m.weight for b, m in zip(batches, micro_batches, strict=True))
+        count = sum(recipe.count(b) for b, m in zip(batches, micro_batches, strict=True) if m.weight)
         return count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
 
 

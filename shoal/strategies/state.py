@@ -10,7 +10,7 @@ from shoal.types import TrainState
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainState:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         names[parameter]: {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for parameter, state in optimizer.state.items()

@@ -33,7 +33,9 @@ def first_bad_module(strategy: SingleStrategy, model: nn.Module, micro: MicroBat
             if not found:
                 loss.backward()
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        return found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"
+        return (
+            found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"
+        )
     finally:
         for hook in hooks:
             hook.remove()

@@ -19,7 +19,9 @@ class Meter:
 
     def __init__(self, device: torch.device, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int):
         self._unit = unit
-        self._peak_flops = peak_flops(device, "tf32" if training.tf32 else training.mixed_precision)
+        self._peak_flops = peak_flops(
+            device, "tf32" if training.tf32 and training.mixed_precision == "fp32" else training.mixed_precision
+        )
         self._counted = torch.zeros((), device=device)
         self._skipped = torch.full((), float(skipped_steps), device=device)
         self._skipped_in_a_row = torch.zeros((), device=device)
@@ -62,9 +64,7 @@ class Meter:
         self._since = time.perf_counter()
 
 
-def flops_per_sample(
-    strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective
-) -> float | None:
+def flops_per_sample(strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> float | None:
     """Model FLOPs of a forward and backward (twice the forward) for one sample, counted without computing."""
     batch = tree_to_meta(strategy.ready(micro, recipe))
     forward = count_forward_flops(model, lambda meta_model: meta_model(**recipe.inputs(batch)))

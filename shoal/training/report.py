@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import shoal
+from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
-from shoal.config.schema import AdamW
 from shoal.errors import UserError
 from shoal.parallel.precision import Bf16Witness
 from shoal.torch_private import compiled_graphs
@@ -58,39 +58,31 @@ class Report:
         return f"  ({', '.join(named)})" if named else ""
 
     def _rows(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """What it is called, what is in force, and the keys that say so."""
         t, training, config = self.trainer, self.training, self.trainer.config
-        parameters = [p for p in t.model.parameters()]
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        frozen = sum(p.numel() for p in parameters) - trained
-        phase = t.batches.phases[0]
-        accumulation = -(-phase.global_batch_size // (phase.batch_size * t.strategy.data_size))
-
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
         yield "run folder", str(t.output_dir), ("experiment.output_dir", "experiment.name")
-        yield "strategy", f"{t.strategy.name} on {_device_name(t.strategy.device)}", ("distributed.strategy", "training.device")
-        yield "model", f"{type(t.model).__name__}, {trained:,} parameters" + (f", {frozen:,} frozen" if frozen else ""), ("recipe",)
-        if t.weights.kind == "init":
-            yield "weights", "drawn by name", ("experiment.seed",)
-        else:
-            why = f" ({t.weights.reason})" if t.weights.reason else ""
-            yield "weights", f"as built{why}; this process held the whole model once", ("experiment.seed",)
+        device = _device_name(t.strategy.device)
+        yield "strategy", f"{t.strategy.name} on {device}", ("distributed.strategy", "training.device")
+        trained = sum(p.numel() for p in t.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in t.model.parameters() if not p.requires_grad)
+        sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
+        yield "model", f"{type(t.model).__name__}, {sizes}", ("recipe",)
+        built = f"as built; this process held the whole model once; {t.weights.reason}".rstrip("; ")
+        yield "weights", "drawn by name" if t.weights.kind == "init" else built, ("experiment.seed",)
         yield "data", f"{t.epoch_size:,} samples an epoch" if t.epoch_size else "a stream", ("dataset.name",)
-        yield (
-            "batch",
-            f"{phase.global_batch_size} = {phase.batch_size} × {accumulation} accumulated × {t.strategy.data_size} data-parallel"
-            + (f", changing at epochs {[p.first_epoch for p in t.batches.phases[1:]]}" if len(t.batches.phases) > 1 else ""),
-            ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation"),
-        )
+        first, *later = t.batches.phases
+        times = accumulation(first, t.strategy.data_size)
+        product = f"{first.batch_size} × {times} accumulated × {t.strategy.data_size} data-parallel"
+        changes = "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
+        batch_keys = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation")
+        yield "batch", f"{first.global_batch_size} = {product}{changes}", batch_keys
         yield "steps", f"{t.total_steps:,}, from {t.first_step:,}", ("training.max_steps", "training.num_epochs")
-        optimizer = training.optimizer
-        detail = f"betas {optimizer.betas}" if isinstance(optimizer, AdamW) else f"momentum {optimizer.momentum}"
-        yield (
-            "optimizer",
-            f"{optimizer.name} (fused, {detail}), learning rate {training.learning_rate:g}, {training.lr_scheduler.name}",
-            ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
-        )
-        matmuls = ", tf32 matmuls" if training.tf32 else ""
-        yield "precision", f"{training.mixed_precision}{matmuls}", ("training.mixed_precision", "training.tf32")
+        schedule = f"learning rate {training.learning_rate:g}, {training.lr_scheduler.name}"
+        schedule_keys = ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name")
+        yield "optimizer", f"{training.optimizer.name} (fused), {schedule}", schedule_keys
+        precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
+        yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if training.compile:
             yield "compile", f"{t.strategy.compiled_modules} modules", ("training.compile",)
         if config.experiment.deterministic:
@@ -98,7 +90,7 @@ class Report:
         saving = f"every {config.checkpoint.every} steps and" if config.checkpoint.every else "only"
         yield "checkpoints", f"{saving} at the end, the last {config.checkpoint.keep_last} kept", ("checkpoint.every",)
         yield "start", t.progress["from"], ("checkpoint.resume",)
-        idle = [f"dataset.{key}" for key in ("persistent_workers", "prefetch") if f"dataset.{key}" in t.run.sources]
+        idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
         if idle and not config.dataset.num_workers:
             yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)
 

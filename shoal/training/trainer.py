@@ -12,13 +12,15 @@ from signal import Signals
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager
 from shoal.config import Run, derive_batches
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.console import Console
-from shoal.observe.loggers import open_loggers
+from shoal.observe.loggers import Loggers, open_loggers
 from shoal.observe.memory import memory_gib
 from shoal.observe.profile import Profiler
 from shoal.parallel.weights import build
@@ -28,10 +30,10 @@ from shoal.training.diagnose import first_bad_module
 from shoal.training.meter import Meter, flops_per_sample
 from shoal.training.optimizer import build_optimizer, set_learning_rate
 from shoal.training.report import Report
-from shoal.training.schedule import build_schedule
+from shoal.training.schedule import Schedule, build_schedule
 from shoal.training.start import open_run_folder, restore
 from shoal.training.stop import StopFlag
-from shoal.types import MicroBatch
+from shoal.types import MicroBatch, Weights
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Outcome:
     """How a run ended."""
 
     output_dir: Path
+    first_step: int
     step: int
     total_steps: int
     metrics: dict[str, float]
@@ -54,6 +57,27 @@ def train(run: Run) -> Outcome:
 
 class Trainer:
     """One run: what was built for it, and the loop over it."""
+
+    epoch_size: int | None
+    model: nn.Module
+    optimizer: Optimizer
+    weights: Weights
+    progress: dict[str, Any]
+    loader: Loader
+    eval_loader: Loader | None = None
+    schedule: Schedule
+    meter: Meter
+    profiler: Profiler
+    loggers: Loggers
+    console: Console
+
+    step: int
+    first_step: int
+    total_steps: int
+    saved_step: int
+    evaluated_step: int | None = None
+    flops_per_sample: float | None = None
+    preview: str | None = None
 
     def __init__(self, run: Run, strategy: SingleStrategy, stop: StopFlag, resources: ExitStack):
         self.run, self.config, self.strategy, self.stop = run, run.config, strategy, stop
@@ -87,13 +111,13 @@ class Trainer:
         return self.finish()
 
     def take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.profiler.step(self.step + 1)
         set_learning_rate(self.optimizer, self.schedule(self.step))
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, self.step)
         info = self.strategy.step(self.optimizer, self.config.training.max_grad_norm)
         self.step += 1
         self.meter.add(output, info)
         self.console.advance(self.step)
-        self.profiler.step(self.step)
 
     def take_first_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Takes a step and shows that what was asked for is in force."""
@@ -154,17 +178,23 @@ class Trainer:
             self.manager.save(self.strategy.state(self.model, self.optimizer), progress, about)
             self.saved_step = self.step
         except OSError as error:
-            self.console.line(f"warning: step {self.step} could not be saved: {error}; the last checkpoint is {self.saved_step}")
+            self.console.line(
+                f"warning: step {self.step} could not be saved: {error}; the last checkpoint is {self.saved_step}"
+            )
         self.meter.restart_clock(self.loader)
 
     def finish(self) -> Outcome:
-        if not self.stop.signal and self.evaluated_step != self.step:
+        if not self.stop.signal and self.step not in (self.first_step, self.evaluated_step):
             self.evaluate()
         if self.saved_step != self.step:
             self.save()
         if self.saved_step != self.step:
-            raise UserError(f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again")
-        return Outcome(self.output_dir, self.step, self.total_steps, self.metrics, self.preview, self.stop.signal)
+            raise UserError(
+                f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
+            )
+        return Outcome(
+            self.output_dir, self.first_step, self.step, self.total_steps, self.metrics, self.preview, self.stop.signal
+        )
 
     def _publish(self, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
@@ -175,9 +205,11 @@ class Trainer:
         training = self.config.training
         self.recipe.prepare_data()
         self.train_data, self.eval_data = self.recipe.train_data(), self.recipe.eval_data()
-        self.epoch_size: int | None = len(self.train_data) if hasattr(self.train_data, "__len__") else None
+        self.epoch_size = len(self.train_data) if hasattr(self.train_data, "__len__") else None
         if training.num_epochs and self.epoch_size is None:
-            raise UserError("training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps")
+            raise UserError(
+                "training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps"
+            )
         if training.eval_steps and self.eval_data is None:
             raise UserError(f"training.eval_steps = {training.eval_steps}, but the recipe has no evaluation data")
 
@@ -192,10 +224,11 @@ class Trainer:
     def _restore(self) -> None:
         self.warnings: list[str] = []
         self.manager = CheckpointManager(self.output_dir, self.config.checkpoint.keep_last)
-        found = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, self.batches.phases, self.warnings.append)
-        self.progress: dict[str, Any] = found or {"step": 0, "samples": 0, "skipped_steps": 0, "from": "scratch"}
+        found = restore(
+            self.run, self.manager, self.strategy, self.model, self.optimizer, self.batches.phases, self.warnings.append
+        )
+        self.progress = found or {"step": 0, "samples": 0, "skipped_steps": 0, "from": "scratch"}
         self.step = self.first_step = self.saved_step = self.progress["step"]
-        self.evaluated_step: int | None = None
 
     def _open_loaders(self, resources: ExitStack) -> None:
         training, samples = self.config.training, self.progress["samples"]
@@ -214,9 +247,10 @@ class Trainer:
         }
         if options["pin_memory"] is None:
             options["pin_memory"] = self.strategy.device.type == "cuda"
+        elif options["pin_memory"] and self.strategy.device.type == "cpu":
+            raise UserError("dataset.pin_memory = true needs a GPU to copy to, but the run is on the CPU; leave it out")
         self.loader = Loader(self.train_data, self.recipe.collate, self.batches, position=samples, end=end, **options)
         resources.enter_context(closing(self.loader))
-        self.eval_loader: Loader | None = None
         if self.eval_data is not None:
             batch_size = self.batches.phases[0].batch_size
             whole = batch_size * self.strategy.data_size
@@ -229,10 +263,10 @@ class Trainer:
 
     def _open_observers(self, resources: ExitStack) -> None:
         config = self.config
-        self.flops_per_sample: float | None = None
         self.metrics: dict[str, float] = {}
-        self.preview: str | None = None
-        self.meter = Meter(self.strategy.device, self.recipe.unit, config.training, self.loader, self.progress["skipped_steps"])
+        self.meter = Meter(
+            self.strategy.device, self.recipe.unit, config.training, self.loader, self.progress["skipped_steps"]
+        )
         self.profiler = resources.enter_context(closing(Profiler(config.logging.profile, self.output_dir)))
         self.loggers = resources.enter_context(
             closing(open_loggers(config.logging, self.output_dir, config.experiment.name, self.run.tree(), self.step))

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.order import BatchSchedule, Phase, permute, samples_at, share
+from shoal.data.order import BatchSchedule, permute, samples_at, share
 from shoal.errors import UserError
 from shoal.seeding import mix
+from shoal.types import BatchPhase
 
 schedules = st.builds(
     lambda epochs, sizes: BatchSchedule(
-        tuple(Phase(e, g, b) for e, (g, b) in zip(sorted({0, *epochs}), sizes, strict=False))
+        tuple(BatchPhase(e, g, b) for e, (g, b) in zip(sorted({0, *epochs}), sizes, strict=False))
     ),
     st.sets(st.integers(1, 5), max_size=3),
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=4, max_size=4),
@@ -93,19 +94,19 @@ def test_steps_between_agrees_with_stepping(batches, epoch_size, start, length):
 
 
 def test_steps_between_does_not_step():
-    batches = BatchSchedule((Phase(0, 1, 1), Phase(10**6, 2, 1)))
+    batches = BatchSchedule((BatchPhase(0, 1, 1), BatchPhase(10**6, 2, 1)))
     assert batches.steps_between(0, 3 * 10**15, 10**9) == 10**15 + 10**15
 
 
 def test_a_step_that_begins_before_a_phase_keeps_its_size():
-    batches = BatchSchedule((Phase(0, 8, 2), Phase(1, 4, 2)))
+    batches = BatchSchedule((BatchPhase(0, 8, 2), BatchPhase(1, 4, 2)))
     assert [batches.step_size(p, 10) for p in (0, 8, 16)] == [8, 8, 4]
 
 
 @pytest.mark.parametrize("epochs", [[], [1], [0, 0], [0, 5, 2]])
 def test_bad_schedules_are_refused(epochs):
     with pytest.raises(UserError, match=r"training.gradient_accumulation: .* must rise from 0"):
-        BatchSchedule(tuple(Phase(e, 4, 2) for e in epochs))
+        BatchSchedule(tuple(BatchPhase(e, 4, 2) for e in epochs))
     with pytest.raises(UserError, match=r"at least 1"):
         BatchSchedule.constant(4, 0)
 

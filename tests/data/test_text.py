@@ -27,7 +27,9 @@ def folder(tmp_path):
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_bytes(bytes(range(1, 41)))
     (folder / "sub" / "b.txt").write_bytes(bytes(range(101, 125)))
-    (folder / ".hidden").write_text("not this")
+    (folder / ".git").mkdir()
+    for hidden in (".hidden", ".git/object"):
+        (folder / hidden).write_text("not this")
     return folder
 
 
@@ -87,17 +89,27 @@ def test_a_document_larger_than_a_piece_stays_whole(folder, monkeypatch):
     assert train.tokens.tobytes() == content + b"\0"
 
 
-def test_the_standard_library_is_there_without_tests():
+def test_the_standard_library_leaves_out_tests_and_packages(tmp_path, monkeypatch):
+    kept = ["b.py", "a/z.py", "a/b.py"]
+    for name in [*kept, "test/x.py", "a/tests/x.py", "site-packages/x.py", "dist-packages/x.py", "notes.txt"]:
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_text(name)
+    monkeypatch.setattr("sysconfig.get_path", lambda key: str(tmp_path / "lib"))
+    train, _ = open_text(TextDataset(seq_length=2))
+    assert train.tokens.tobytes().split(b"\0") == [b"a/b.py", b"a/z.py", b"b.py", b""]
+
+
+def test_the_standard_library_of_this_python():
     train, evaluation = open_text(TextDataset())
     assert len(train) > 10_000
     assert len(evaluation) == pytest.approx(len(train) / 99, rel=0.01)
     found = train.tokens.tobytes()
     assert b"class OrderedDict(dict)" in found
-    assert b"class TestOrderedDict" not in found
     assert "def" in ByteTokenizer().decode(train.tokens[:100_000])
 
 
 def test_pickling_sends_no_tokens_and_opens_again(folder):
+    (folder / "a.txt").write_bytes(b"long" * 1000)
     train, _ = open_text(text(folder, seq_length=8))
     assert len(pickle.dumps(train)) < 1000
     assert pickle.loads(pickle.dumps(train))[1]["labels"].tolist() == train[1]["labels"].tolist()
@@ -256,6 +268,11 @@ def test_a_validation_split_is_used_for_evaluation(hf):
     assert (train.tokens.tobytes(), evaluation.tokens.tobytes()) == (b"train\0", b"validate\0")
     assert open_text(TextDataset(**keys, eval_fraction=0))[1] is None
     assert open_text(TextDataset(**keys, split="validation", eval_fraction=0))[0].tokens.tobytes() == b"validate\0"
+    both = open_text(TextDataset(**{**keys, "seq_length": 2}, split="validation"))
+    assert [(part.path, part.held_out, part.every) for part in both] == [
+        (both[0].path, False, 100),
+        (both[0].path, True, 100),
+    ]
     with pytest.raises(UserError, match=r"dataset.text_column: 'n' is no column of text; there is body") as error:
         open_text(TextDataset(name=str(hf), text_column="n"))
     one_line(error)
@@ -329,7 +346,10 @@ def test_missing_files_and_short_texts(folder, tmp_path):
         ({"files": str(empty)}, r"dataset.files: '.*empty' is no file"),
         ({"files": str(folder), "tokenizer": "no/such/tokenizer.json"}, r"dataset.tokenizer: there is no file no/such"),
         ({"files": str(folder), "tokenizer": str(folder / "a.txt")}, r"dataset.tokenizer: cannot load '.*a.txt'"),
-        ({"files": str(folder), "cache_dir": str(folder / "a.txt")}, r"dataset.cache_dir: .* cannot be made"),
+        (
+            {"files": str(folder), "cache_dir": str(folder / "a.txt")},
+            r"dataset.cache_dir: cannot prepare .*Not a directory",
+        ),
         ({"files": str(tmp_path / "nothing.txt")}, r"dataset.seq_length: 256 needs at least 513 tokens.* has 1$"),
         ({"files": str(folder), "seq_length": 66, "eval_fraction": 0}, r"66 needs at least 67 tokens; the text has 66"),
         ({"files": str(folder), "seq_length": 33}, r"33 needs at least 67 tokens, one of them .*; the text has 66"),

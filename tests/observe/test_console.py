@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
 import re
+import threading
 import types
 from collections.abc import Callable
 
@@ -15,6 +17,7 @@ TRAIN = {
     "train/loss": 3.21012,
     "train/learning_rate": 1e-3,
     "train/grad_norm": 1.234,
+    "train/samples_per_second": 31.7,
     "train/tokens_per_second": 8123.0,
 }
 
@@ -42,7 +45,7 @@ def train(console: Console, clock: Clock, first: int, last: int, seconds_per_ste
 def test_plain_lines(clock: Clock) -> None:
     file = io.StringIO()  # not a terminal, so auto is plain
     with Console("auto", 0, 200, file=file) as console:
-        console.line("resuming nothing [yet]")
+        console.line("resuming [bold]nothing[/bold]")
         clock.now += 300  # the first step compiles; the estimate must not believe it
         train(console, clock, 1, 1, 0.0)
         console.metrics(1, {"train/loss": float("nan")})
@@ -53,9 +56,9 @@ def test_plain_lines(clock: Clock) -> None:
         train(console, clock, 21, 119, 60)
         console.metrics(119, {})
     assert file.getvalue().splitlines() == [
-        "resuming nothing [yet]",
+        "resuming [bold]nothing[/bold]",
         "step 1/200  loss nan",
-        "step 20/200  loss 3.2101  lr 1.0e-03  grad norm 1.23  8.1k tokens/s  eta 0:41",
+        "step 20/200  loss 3.2101  lr 1.0e-03  grad norm 1.23  31.7 samples/s  8.1k tokens/s  eta 0:41",
         "step 20/200  eval loss 3.5000  eval token accuracy 0.1235  eta 0:41",
         "step 20/200  mfu 41.2%  data 0.002s  7.3 GiB  eta 0:41",
         "step 119/200  eta 1:08:00",
@@ -80,24 +83,22 @@ def test_off_is_silent() -> None:
 
 
 def on_terminal(use: Callable[[io.TextIOWrapper], None]) -> str:
-    """What `use` writes to a real pseudo-terminal."""
+    """What `use` writes to a real pseudo-terminal, read as it comes: a full terminal blocks its writer."""
     reader, writer = pty.openpty()
+    output = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while chunk := os.read(reader, 65536):
+                output.extend(chunk)
+
+    thread = threading.Thread(target=read)
+    thread.start()
     with open(writer, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor, not a path)
         use(file)
-        file.flush()
-        os.set_blocking(reader, False)
-        output = b""
-        while chunk := _read(reader):
-            output += chunk
+    thread.join()
     os.close(reader)
     return output.decode()
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except BlockingIOError:
-        return b""
 
 
 def frames(output: str) -> list[str]:
@@ -124,11 +125,11 @@ def test_live_bar_fits_the_terminal(clock: Clock, columns: int, shows: str, monk
             train(console, clock, 1, 19, 0.2278)
             console.metrics(19, TRAIN)
             train(console, clock, 20, 20, 0.2278)
-            console.line("saved")
+            console.line("[b]")
 
     output = on_terminal(use)
     drawn = frames(output)
-    assert "saved" in drawn
+    assert "[b]" in drawn, "messages are not markup"
     assert drawn[-1].endswith(shows)
     assert all(len(line) <= columns for line in drawn)
     assert ("━" in drawn[-1]) == (columns == 120)

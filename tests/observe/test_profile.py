@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.observe.config import ProfileConfig
+from shoal.config.schema import ProfileConfig
 from shoal.observe.profile import Profiler
 
 

@@ -55,7 +55,7 @@ def test_ten_steps_are_four_and_six(toy: ToyRun, optimizer: str, workers: int) -
 
 def test_kill_minus_nine_loses_nothing(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     toy.train(f"experiment.output_dir={toy.folder}/whole")
-    change_recipe("return {\"x\"", "import time; time.sleep(0.02); return {\"x\"")
+    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
     process = subprocess.Popen([sys.executable, "-m", "shoal", "train", "run.yaml"], cwd=toy.folder)
     try:
         wait_for(toy.output / "checkpoints" / "step_00000004", process)
@@ -74,7 +74,7 @@ def test_kill_minus_nine_loses_nothing(toy: ToyRun, change_recipe: Callable[[str
 def test_a_signal_saves_and_leaves(
     toy: ToyRun, change_recipe: Callable[[str, str], None], number: signal.Signals
 ) -> None:
-    change_recipe("return {\"x\"", "import time; time.sleep(0.02); return {\"x\"")
+    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
     command = [sys.executable, "-m", "shoal", "train", "run.yaml", "checkpoint.every=100", "training.max_steps=1000"]
     process = subprocess.Popen(command, cwd=toy.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(toy.output / "report.txt", process)

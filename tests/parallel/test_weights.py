@@ -1,0 +1,159 @@
+"""The same start everywhere: weights drawn by name, on meta first, or built where that would change the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.models.bdh import BDH, BDHConfig
+from shoal.parallel.weights import build, materialise
+from shoal.types import Weights
+
+INIT = Weights("init")
+CPU = torch.device("cpu")
+
+
+def start(make: type[nn.Module] | object, seed: int = 0) -> tuple[nn.Module, Weights]:
+    model, weights = build(make, INIT, seed)  # type: ignore[arg-type]
+    materialise(model, CPU, seed)
+    return model, weights
+
+
+class Positions(nn.Module):
+    """A table computed in a constructor: garbage after meta and to_empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(5.0).sin(), persistent=False)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.positions = Positions()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7)
+
+
+def test_no_parameter_memory_before_materialising() -> None:
+    model, weights = build(Small, INIT, 0)
+    assert weights.kind == "init"
+    assert all(p.is_meta for p in model.parameters())
+    assert torch.equal(model.positions.table, torch.arange(5.0).sin())  # type: ignore[union-attr]
+
+
+def test_every_parameter_is_drawn_as_its_constructor_would() -> None:
+    model, _ = start(Small)
+    torch.manual_seed(0)
+    plain = Small()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert not ours.is_meta
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.6, abs=1e-6), name
+        assert (ours.std() == 0) == (theirs.std() == 0), name
+    # What a parent does to its children comes after their own: attention zeroes its projection's bias.
+    assert not model.blocks[0].self_attn.out_proj.bias.any()  # type: ignore[union-attr,index]
+
+
+def test_weights_depend_on_seed_and_name_alone() -> None:
+    one, again, other = start(Small)[0], start(Small)[0], start(Small, seed=1)[0]
+    for (name, a), b, c in zip(one.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if a.std() > 0:
+            assert not torch.equal(a, c), name
+
+    class Wider(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks.insert(0, nn.TransformerEncoderLayer(4, 2, 8))  # drawn earlier, shifts no one else
+
+    wider = start(Wider)[0]
+    assert torch.equal(one.head.weight, wider.head.weight)  # type: ignore[union-attr]
+    first, second = (block.linear1.weight for block in one.blocks)  # type: ignore[union-attr]
+    assert not torch.equal(first, second)
+
+
+def test_bdh_starts_by_name_with_its_table() -> None:
+    config = BDHConfig(n_layer=2, n_embd=16, mlp_internal_dim_multiplier=4)
+    model, weights = start(lambda: BDH(config))
+    assert weights.kind == "init"
+    assert torch.equal(model.attn.freqs, BDH(config).attn.freqs)  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+    model, weights = start(Tied)
+    assert weights.kind == "init"
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.std().item() == pytest.approx(1.0, rel=0.5)  # type: ignore[operator,union-attr]
+
+    class SharedObject(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(3))
+            self.a, self.b = nn.Identity(), nn.Identity()
+            self.a.weight, self.b.weight = weight, weight
+
+    model, weights = start(SharedObject)
+    assert weights.kind == "built"
+    assert model.a.weight is model.b.weight
+
+
+class LoopAtTheEnd(nn.Module):
+    """The widespread way: default init, then a loop over modules in the root's constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(50, 50)
+        self.apply(self._init)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 5.0)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 7.0))
+
+
+class TiedTheOtherWay(nn.Module):
+    """The head comes first in module order, but its weight was drawn by the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 7, bias=False)
+        self.embed = nn.Embedding(7, 4)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (LoopAtTheEnd, "'layer.weight'"),
+        (Bare, "no reset_parameters"),
+        (TiedTheOtherWay, "otherwise than"),
+    ],
+)
+def test_init_code_we_would_lose_means_built_as_it_is(make: type[nn.Module], reason: str) -> None:
+    model, weights = start(make)
+    assert weights.kind == "built"
+    assert reason in weights.reason
+    values: Tensor = next(model.parameters())
+    if make is LoopAtTheEnd:
+        assert values.std().item() == pytest.approx(5.0, rel=0.1)
+    if make is Bare:
+        assert values.tolist() == [7.0] * 3
+    again, _ = start(make)
+    assert torch.equal(values, next(again.parameters()))

@@ -1,0 +1,123 @@
+"""The commands as a person types them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ToyRun
+
+import shoal
+
+
+def test_version_and_help_without_torch() -> None:
+    probe = "import sys; sys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+    probe += "try:\n    main()\nexcept SystemExit:\n    pass\nassert not {'torch', 'pydantic'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True)
+    result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"shoal {shoal.__version__}\n"
+
+
+def test_help_is_quick() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "shoal", "--help"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    def python_alone() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import typer, rich"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    # A ratio, because times here are noise: little more than the libraries that print the help.
+    assert min(seconds() for _ in range(3)) < 4 * min(python_alone() for _ in range(3))
+
+
+def test_train_and_what_it_says(toy: ToyRun) -> None:
+    result = toy.shoal("train", "run.yaml", "training.max_steps=3")
+    assert result.returncode == 0, result.stderr
+    assert "finished at step 3" in result.stdout
+    assert "tensorboard --logdir" in result.stdout
+    assert "training.max_steps=6" in result.stdout
+    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not say both
+    assert "\x1b" not in result.stdout + result.stderr  # piped: no bars, no colours
+    again = toy.shoal("train", "out/config.yaml")
+    assert again.returncode == 0, again.stderr
+    assert "already" in again.stdout
+
+
+def test_config_shows_sources_and_loads_again(toy: ToyRun) -> None:
+    result = toy.shoal("config", "run.yaml", "training.learning_rate=1e-3")
+    assert result.returncode == 0, result.stderr
+    assert "learning_rate: 0.001" in result.stdout
+    (toy.folder / "again.yaml").write_text(result.stdout)
+    again = toy.shoal("config", "again.yaml")
+    strip = [line.split("#")[0].rstrip() for line in again.stdout.splitlines()]
+    assert strip == [line.split("#")[0].rstrip() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "missing.yaml"], ["missing.yaml", "no such file"]),
+        (["train", "."], ["folder"]),
+        (["train", "run.yaml", "training.max_stepz=3"], ["training.max_stepz", "training.max_steps"]),
+        (["train", "run.yaml", "training.device=cuda"], ["training.device", "cuda"]),
+        (["train", "run.yaml", "training.tf32=true"], ["training.tf32"]),
+        (["train", "run.yaml", "dataset.pin_memory=true"], ["dataset.pin_memory"]),
+        (["train", "run.yaml", "training.max_steps=-3"], ["training.max_steps", "-3"]),
+        (["train", "run.yaml", "experiment.output_dir=/proc/nowhere"], ["experiment.output_dir"]),
+        (["train", "run.yaml", "experiment.output_dir=run.yaml"], ["experiment.output_dir"]),
+        (
+            ["train", "run.yaml", "training.global_batch_size=7", "training.gradient_accumulation=3"],
+            ["4 ×", "= 12", "7"],
+        ),
+        (["config", "run.yaml", "training.global_batch_size=7", "training.gradient_accumulation=3"], ["= 12"]),
+        (["train", "run.yaml", "dataset.size=0"], ["train_data"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(toy: ToyRun, arguments: list[str], words: list[str]) -> None:
+    result = toy.shoal(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("shoal: error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+    assert not (toy.output / "checkpoints").exists()
+
+
+def test_debug_shows_the_traceback(toy: ToyRun) -> None:
+    result = toy.shoal("train", "run.yaml", "training.device=cuda", "--debug")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+
+
+def test_no_evaluation_data_where_some_was_asked_for(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("return Squares(17)", "return None")
+    result = toy.shoal("train", "run.yaml", "training.eval_steps=5")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "training.eval_steps = 5" in result.stderr
+
+
+def test_a_real_language_model_trains_and_writes(tmp_path: Path) -> None:
+    """The demo, smaller: BDH on text, bytes in and out."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    (tmp_path / "run.yaml").write_text(
+        "recipe: bdh\n"
+        "model: {n_layer: 2, n_embd: 32, n_head: 2, mlp_internal_dim_multiplier: 8, dropout: 0.0}\n"
+        "dataset: {name: text, files: text.txt, seq_length: 48, eval_fraction: 0.1, cache_dir: cache}\n"
+        "training: {max_steps: 60, batch_size: 8, learning_rate: 1e-2, warmup_steps: 5}\n"
+    )
+    command = [sys.executable, "-m", "shoal", "train", "run.yaml"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
+    assert losses[0] > 5
+    assert losses[-1] < 1.5
+    assert "a sample" in result.stdout
+    assert (tmp_path / "runs" / "run" / "tensorboard").is_dir()

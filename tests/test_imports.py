@@ -1,0 +1,49 @@
+"""Imports between rooms point one way."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "shoal"
+BASE = {"types", "errors", "seeding", "torch_private"}
+ALLOWED: dict[str, set[str]] = {
+    "config": BASE,
+    "data": BASE | {"config"},
+    "observe": BASE | {"config"},
+    "checkpoint": BASE | {"config"},
+    "parallel": BASE | {"config"},
+    "models": set(),
+    "recipes": BASE | {"models", "data"},
+    "strategies": BASE | {"config", "parallel"},
+    "training": BASE | {"config", "data", "observe", "checkpoint", "parallel", "strategies"},
+}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[1] for name in names if name.startswith("shoal.")}
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ALLOWED)
+    for room, allowed in ALLOWED.items():
+        for path in (PACKAGE / room).rglob("*.py"):
+            assert rooms_imported(path) <= allowed | {room}, path
+
+
+def test_private_torch_is_touched_in_one_file() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "torch_private.py":
+            assert not re.search(r"\btorch(\.\w+)*\._(?!_)", path.read_text()), path
+
+
+def test_models_are_plain_single_device_code() -> None:
+    for path in (PACKAGE / "models").rglob("*.py"):
+        assert "torch.distributed" not in path.read_text(), path
