@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from shoal.config.schema import Config
@@ -98,17 +98,18 @@ class SingleStrategy:
             with self.autocast():
                 loss = recipe.loss(model(**recipe.inputs(batch)), batch)
             loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
-            total += loss.detach() * micro.weight
+            total.add_(loss.detach(), alpha=micro.weight)
         return StepOutput(total, count)
 
     def step(self, optimizer: Optimizer, max_norm: float | None) -> StepInfo:
-        """Clips and updates; an update whose gradient is not finite is skipped on the device, unseen by the host."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters])
-        skipped = norm.isfinite().logical_not().float()
-        if max_norm is not None:
-            clip_grads_with_norm_(parameters, max_norm, norm)
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]  # what GradScaler sets; fused optimizers obey it
+        """Clips and updates; an update whose gradient is not finite is skipped on the device, unseen by the host.
+
+        Fused optimizers do both inside their one kernel, through the two tensors that torch's GradScaler also sets.
+        """
+        norm = get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.grad_scale = (norm / max_norm).clamp_(min=1) if max_norm else None  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
         return StepInfo(norm, skipped)
@@ -160,7 +161,8 @@ class SingleStrategy:
             torch.get_device_module(self.device).manual_seed(seed)
 
     def _count(self, batches: Sequence[Any], micro_batches: Sequence[MicroBatch], recipe: Objective) -> Tensor:
-        count = sum(recipe.count(b) for b, m in zip(batches, micro_batches, strict=True) if m.weight)
+        first, *others = [recipe.count(b) for b, m in zip(batches, micro_batches, strict=True) if m.weight] or [0]
+        count = sum(others, start=first)
         return count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
 
 
@@ -180,8 +182,8 @@ def from_config(config: Config) -> SingleStrategy:
 def find_device(wanted: str) -> torch.device:
     available = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
-        return torch.device(available.type) if available else torch.device("cpu")
-    if wanted != "cpu" and (available is None or available.type != wanted):
+        wanted = available.type if available else "cpu"
+    elif wanted != "cpu" and (available is None or available.type != wanted):
         there = available.type if available else "only the CPU"
         raise UserError(f"training.device = {wanted!r}, but torch sees {there}; use auto or {available or 'cpu'}")
-    return torch.device(wanted)
+    return torch.device(wanted) if wanted == "cpu" else torch.device(wanted, 0)

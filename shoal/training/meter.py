@@ -15,38 +15,35 @@ from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
 class Meter:
-    """Adds up on the device; `read` is the one place where the host waits for it."""
+    """Keeps what each step left on the device; the host waits for it only in `read` and around a checkpoint."""
 
     def __init__(self, device: torch.device, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int):
         self._unit = unit
         self._peak_flops = peak_flops(
             device, "tf32" if training.tf32 and training.mixed_precision == "fp32" else training.mixed_precision
         )
-        self._counted = torch.zeros((), device=device)
-        self._skipped = torch.full((), float(skipped_steps), device=device)
-        self._skipped_in_a_row = torch.zeros((), device=device)
+        self._steps: list[tuple[StepOutput, StepInfo]] = []
+        self._counted = 0.0
+        self._skipped_steps = skipped_steps
         self.skipped_in_a_row = 0
         self.restart_clock(loader)
 
     def add(self, output: StepOutput, info: StepInfo) -> None:
-        self._output, self._info = output, info
-        self._counted += output.count
-        self._skipped += info.skipped
-        self._skipped_in_a_row.add_(1).mul_(info.skipped)
+        """Called in the hot loop: adding up here would cost the device a handful of kernels in every step."""
+        self._steps.append((output, info))
 
     def read(self, loader: Loader, flops_per_sample: float | None) -> dict[str, float]:
         """Loss and norm of the last step; rates since the clock was last restarted, which this does."""
-        tensors = (self._output.loss, self._info.grad_norm, self._counted, self._skipped, self._skipped_in_a_row)
-        loss, norm, counted, skipped, in_a_row = torch.stack([t.float() for t in tensors]).tolist()
+        output, info = self._steps[-1]
+        loss, norm = output.loss.item(), info.grad_norm.item()
+        self._settle()
         seconds = max(time.perf_counter() - self._since, 1e-9)
         samples_per_second = (loader.position - self._position) / seconds
-        self.skipped_in_a_row = int(in_a_row)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
-            "train/skipped_steps": skipped,
-            "train/samples_per_second": samples_per_second,
-            f"train/{self._unit}_per_second": counted / seconds,
+            "train/skipped_steps": self._skipped_steps,
+            f"train/{self._unit}_per_second": self._counted / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
         }
         if flops_per_sample and self._peak_flops:
@@ -55,13 +52,25 @@ class Meter:
         return metrics
 
     def skipped_steps(self) -> int:
-        return int(self._skipped)
+        self._settle()
+        return self._skipped_steps
 
     def restart_clock(self, loader: Loader) -> None:
         """Leaves what happened until now, such as an evaluation, out of the rates."""
-        self._counted.zero_()
+        self._settle()
+        self._counted = 0.0
         self._position, self._waited = loader.position, loader.waited_seconds
         self._since = time.perf_counter()
+
+    def _settle(self) -> None:
+        """Waits for the steps since the last time and adds them up."""
+        if not self._steps:
+            return
+        self._counted += torch.stack([output.count for output, _ in self._steps]).sum().item()
+        for skipped in torch.stack([info.skipped for _, info in self._steps]).tolist():
+            self._skipped_steps += int(skipped)
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self._steps.clear()
 
 
 def flops_per_sample(strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> float | None:

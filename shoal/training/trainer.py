@@ -36,6 +36,10 @@ from shoal.training.stop import StopFlag
 from shoal.types import MicroBatch, Weights
 
 
+FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
+"""Metrics that would only make the console's line longer."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
@@ -161,7 +165,8 @@ class Trainer:
         else:
             self._publish({"eval/loss": (total / count).item()})
             torch.manual_seed(mix(self.config.experiment.seed, "preview", self.step))
-            with torch.no_grad():
+            # Eagerly: generating goes through many shapes once each, and compiling for them costs more.
+            with torch.no_grad(), self.strategy.autocast(), torch.compiler.set_stance("force_eager"):
                 self.preview = self.recipe.preview(self.model)
             if self.preview is not None:
                 self.loggers.text(self.step, "preview", self.preview)
@@ -199,7 +204,7 @@ class Trainer:
     def _publish(self, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
         self.loggers.log(self.step, metrics)
-        self.console.metrics(self.step, metrics)
+        self.console.metrics(self.step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
 
     def _open_data(self) -> None:
         training = self.config.training
