@@ -238,24 +238,26 @@ def lightning(folder: Path, steps: int) -> None:
     trainer.fit(Classify(), loader)
 
 
-PEERS = {peer.__name__: peer for peer in (raw, shoal, fabric, accelerate, hf_trainer, lightning)}
-PACKAGES = {  # the first names the version; calls into all of them are the peer's own
-    "raw": ["torch"],
-    "shoal": ["shoal"],
-    "fabric": ["lightning"],
-    "accelerate": ["accelerate"],
-    "hf_trainer": ["transformers", "accelerate"],
-    "lightning": ["lightning"],
+PEERS = {  # the first package names the version; calls into all of them are the peer's own
+    "raw": (raw, ["torch"]),
+    "shoal": (shoal, ["shoal"]),
+    "fabric": (fabric, ["lightning"]),
+    "accelerate": (accelerate, ["accelerate"]),
+    "hf_trainer": (hf_trainer, ["transformers", "accelerate"]),
+    "lightning": (lightning, ["lightning"]),
 }
 
 
-def work(name: str, steps: int, line: Connection) -> None:
+def work(name: str, turns: int, line: Connection) -> None:
     """The peer's process."""
     torch.manual_seed(0)
     stopwatch.line = line
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            PEERS[name](Path(folder), steps)
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        train, _ = PEERS[name]
+        train(Path(stack.enter_context(tempfile.TemporaryDirectory())), steps=turns * TURN + 1)
 
 
 @dataclass(frozen=True)
@@ -263,47 +265,81 @@ class Result:
     peer: str
     version: str
     microseconds: list[float]
-    """Per step, in each turn."""
+    """Per step, one number for each turn."""
     calls: float
     """Python functions called per step."""
     own_calls: float
-    """Those that are the framework's own code."""
+    """Those of them in the framework's own code."""
 
 
 def compare(names: list[str], turns: int) -> list[Result]:
     context = multiprocessing.get_context("spawn")
-    steps = TURN * (WARMUP + turns + 2)
-    lines: dict[str, Connection] = {}
+    plan = ["time"] * (WARMUP + turns) + ["count"]
+    said: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
+    lines, processes = {}, []
     for name in names:
         lines[name], theirs = context.Pipe()
-        context.Process(target=work, args=(name, steps, theirs), daemon=True).start()
+        processes.append(context.Process(target=work, args=(name, len(plan) + 1, theirs), daemon=True))
+        processes[-1].start()
         theirs.close()
-        lines[name].recv()  # it has started
-    turn_of = ["time"] * (WARMUP + turns) + ["count"]
-    heard: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
-    for what in turn_of:
+        lines[name].recv()  # it has taken its first turn
+    for what in plan:
         for name, line in lines.items():
             line.send(what)
-            heard[name].append(line.recv())
+            said[name].append(line.recv())
+    for line, process in zip(lines.values(), processes, strict=True):
+        line.send("finish")
+        process.join()
+
     results = []
-    for name, said in heard.items():
-        *timed, (_, calls) = said
-        homes = tuple(str(Path(find_spec(package).origin).parent) for package in PACKAGES[name])
-        own = sum(number for file, number in calls.items() if file.startswith(homes))
+    for name in names:
+        *timed, (_, calls) = said[name]
+        _, packages = PEERS[name]
+        homes = tuple(str(Path(find_spec(package).origin).parent) for package in packages)
+        own_calls = sum(number for file, number in calls.items() if file.startswith(homes))
         microseconds = [seconds / TURN * 1e6 for seconds, _ in timed[WARMUP:]]
-        results.append(Result(name, version(PACKAGES[name][0]), microseconds, calls.total() / TURN, own / TURN))
+        results.append(Result(name, version(packages[0]), microseconds, calls.total() / TURN, own_calls / TURN))
     return results
 
 
-def table(results: list[Result], missing: list[str]) -> str:
+def table(results: list[Result]) -> str:
+    """Medians over the turns; behind ± the standard error of one."""
     base = next((r.microseconds for r in results if r.peer == "raw"), None)
-    lines = [f"{'':24}{'µs/step':>9}{'middle half':>15}{'over raw':>12}{'calls/step':>12}{'own calls':>11}"]
+    lines = [f"{'':20}{'µs/step':>9}{'middle half':>13}{'over raw':>13}{'calls/step':>12}{'its own':>9}"]
     for r in results:
         low, middle, high = statistics.quantiles(r.microseconds, n=4)
-        over, own = "", ""
-        if r.peer != "raw":
-            own = f"{r.own_calls:.0f}"
-            over = base and over_raw([a - b for a, b in zip(r.microseconds, base, strict=True)])
-        spread = f"{low:.0f}–{high:.0f}"
-        lines.append(f"{r.peer + ' ' + r.version:24}{middle:9.0f}{spread:>15}{over or '':>12}{r.calls:12.0f}{own:>11}")
-    return "\n".join([*lines, *(f"{name:24}not installed" for name in missing)])
+        over_raw = "-"
+        if base and r.peer != "raw":
+            differences = [a - b for a, b in zip(r.microseconds, base, strict=True)]
+            first, second, third = statistics.quantiles(differences, n=4)
+            over_raw = f"{second:+.0f} ± {0.93 * (third - first) / math.sqrt(len(differences)):.0f}"
+        own = "-" if r.peer == "raw" else f"{r.own_calls:.0f}"
+        name, spread = f"{r.peer} {r.version}", f"{low:.0f}–{high:.0f}"
+        lines.append(f"{name:20}{middle:9.0f}{spread:>13}{over_raw:>13}{r.calls:12.0f}{own:>9}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a training loop costs, beside its peers.")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
+    parser.add_argument("--turns", type=int, default=40, help=f"of {TURN} steps for each peer; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    options = parser.parse_args()
+    names = options.peers.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        parser.error(f"--peers: {unknown[0]!r} is none of {', '.join(PEERS)}")
+    if options.turns < 2:
+        parser.error(f"--turns = {options.turns}: a spread needs at least 2")
+
+    missing = [name for name in names if not all(map(find_spec, PEERS[name][1]))]
+    results = compare([name for name in names if name not in missing], options.turns)
+    machine = f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(table(results), *(f"{name:20}not installed" for name in missing), sep="\n")
+    print(f"{options.turns} turns of {TURN} steps, CPU time; {machine}")
+    if options.json:
+        report = {"machine": machine, "results": [asdict(r) for r in results], "not_installed": missing}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -90,23 +90,24 @@ class SingleStrategy:
     ) -> StepOutput:
         """Gradients of (sum of losses over the global batch) / (count over the global batch)."""
         batches = [self.ready(micro, recipe) for micro in micro_batches]
-        count = self._count(batches, micro_batches, recipe)
+        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
         scale = count.clamp(min=1).reciprocal()
-        total = torch.zeros((), device=self.device)
+        losses = []
         for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
             self._seed_generators(step, index)
             with self.autocast():
                 loss = recipe.loss(model(**recipe.inputs(batch)), batch)
             loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
-            total.add_(loss.detach(), alpha=micro.weight)
-        return StepOutput(total, count)
+            losses.append(loss.detach().float())
+        return StepOutput(self._sum(losses, micro_batches), count)
 
     def step(self, optimizer: Optimizer, max_norm: float | None) -> StepInfo:
         """Clips and updates; an update whose gradient is not finite is skipped on the device, unseen by the host.
 
         Fused optimizers do both inside their one kernel, through the two tensors that torch's GradScaler also sets.
         """
-        norm = get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.grad_scale = (norm / max_norm).clamp_(min=1) if max_norm else None  # type: ignore[attr-defined]
@@ -117,12 +118,13 @@ class SingleStrategy:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
         batches = [self.ready(micro, recipe) for micro in micro_batches]
-        total = torch.zeros((), device=self.device)
-        for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
+        losses = []
+        for index, batch in enumerate(batches):
             self._seed_generators("eval", index)
             with self.autocast():
-                total += recipe.loss(model(**recipe.inputs(batch)), batch) * micro.weight
-        return StepOutput(total, self._count(batches, micro_batches, recipe))
+                losses.append(recipe.loss(model(**recipe.inputs(batch)), batch).float())
+        counts = [recipe.count(batch) for batch in batches]
+        return StepOutput(self._sum(losses, micro_batches), self._sum(counts, micro_batches))
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         return collect_state(model, optimizer)
@@ -160,10 +162,12 @@ class SingleStrategy:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
 
-    def _count(self, batches: Sequence[Any], micro_batches: Sequence[MicroBatch], recipe: Objective) -> Tensor:
-        first, *others = [recipe.count(b) for b, m in zip(batches, micro_batches, strict=True) if m.weight] or [0]
-        count = sum(others, start=first)
-        return count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
+    def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Over the micro-batches that are not fillers."""
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
+        first, *others = counted or [0 * values[0]]
+        total = sum(others, start=first)
+        return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
 
 
 def from_config(config: Config) -> SingleStrategy:
