@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,10 +53,19 @@ def options(
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a run to its end; it goes on from its last good checkpoint by itself."""
     from shoal.config import load_run
+    from shoal.launch.local import start, wants_processes
+    from shoal.launch.worker import among_others
+    from shoal.parallel.world import World
     from shoal.training import train as train_run
 
-    outcome = train_run(load_run(config, overrides or ()))
-    _tell(outcome, config, overrides or [])
+    run = load_run(config, overrides or ())
+    if wants_processes(run):
+        raise typer.Exit(start(run, sys.argv[1:]))
+    world = World.from_environment()
+    with among_others(run, world) if world.size > 1 else nullcontext():
+        outcome = train_run(run)
+    if world.rank == 0:
+        _tell(outcome, config, overrides or [])
     if outcome.stopped_by:
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -66,14 +77,16 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
     from shoal.config.batch import derived_values
 
     run = load_run(config, overrides or ())
-    print(run.to_yaml(derived_values(derive_batches(run.config.training, 1)[0], 1)), end="")
+    ranks = run.config.launch.processes
+    print(run.to_yaml(derived_values(derive_batches(run.config.training, ranks)[0], ranks)), end="")
 
 
 def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
     """The last words of a run: how it went and what can be done with it."""
     again = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
-        print(f"stopped by {outcome.stopped_by.name} at step {outcome.step} of {outcome.total_steps}; saved")
+        name = signal.Signals(outcome.stopped_by).name
+        print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
         print("go on with  ", shlex.join([*again, *overrides]))
         return
     if outcome.preview:

@@ -68,6 +68,8 @@ class TrainState:
 
     model: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
+    strategy: dict[str, Tensor] = field(default_factory=dict)
+    """What the layout itself keeps, such as the loss scale of fp16."""
 
 
 @dataclass(frozen=True)

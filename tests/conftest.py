@@ -133,3 +133,21 @@ def change_recipe(toy: ToyRun) -> Callable[[str, str], None]:
         sys.modules.pop("toy_recipe", None)
 
     return change
+
+
+@pytest.fixture(scope="session")
+def pool2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two gloo workers: `pool2.run(function, *args)` gives the results by rank (tests/pool.py)."""
+    from pool import Pool
+
+    with Pool(2, scratch=tmp_path_factory.getbasetemp()) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """As `pool2`, with four workers."""
+    from pool import Pool
+
+    with Pool(4, scratch=tmp_path_factory.getbasetemp()) as pool:
+        yield pool

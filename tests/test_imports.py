@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
     "recipes": BASE | {"models", "data"},
     "strategies": BASE | {"config", "parallel"},
+    "launch": BASE | {"checkpoint", "config", "parallel"},
     "training": BASE | {"config", "data", "observe", "checkpoint", "parallel", "strategies"},
 }
 

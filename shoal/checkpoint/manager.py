@@ -17,11 +17,15 @@ _STEP = re.compile(r"^step_(\d{8,})$")
 
 
 class CheckpointManager:
-    """Saves into `<output_dir>/checkpoints/step_<n>`, keeps the last k, finds the last good one."""
+    """Saves into `<output_dir>/checkpoints/step_<n>`, keeps the last k, finds the last good one.
 
-    def __init__(self, output_dir: str | Path, keep_last: int = 3):
+    All ranks save together; only the main process moves and removes folders.
+    """
+
+    def __init__(self, output_dir: str | Path, keep_last: int = 3, is_main_process: bool = True):
         self.folder = Path(output_dir) / "checkpoints"
         self.keep_last = keep_last
+        self.is_main_process = is_main_process
 
     def steps(self) -> list[Path]:
         """The step folders, oldest first."""
@@ -31,8 +35,9 @@ class CheckpointManager:
     def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> Path:
         path = self.folder / f"step_{trainer['step']:08d}"
         write_checkpoint(path, state, trainer, about)
-        for old in self.steps()[: -self.keep_last]:
-            shutil.rmtree(old)
+        if self.is_main_process:
+            for old in self.steps()[: -self.keep_last]:
+                shutil.rmtree(old)
         return path
 
     def newest_first(self, warn: Callable[[str], None]) -> Iterator[Checkpoint]:
@@ -45,7 +50,7 @@ class CheckpointManager:
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of an abandoned continuation out of the way, without deleting them."""
-        for path in self.steps():
+        for path in self.steps() if self.is_main_process else ():
             if _step_of(path) > step:
                 aside = self.folder / "abandoned"
                 aside.mkdir(exist_ok=True)

@@ -3,8 +3,11 @@
     step_00000100/
       model.safetensors      every tensor under the name it has in the unwrapped model
       optimizer.safetensors  "<slot>/<parameter name>", such as "exp_avg/encoder"
+      strategy.safetensors   what the layout keeps, where it keeps something: the loss scale of fp16
       trainer.json           step, samples seen, counters
       manifest.json          written last: config, layout, versions, and a digest of all the rest
+
+Several ranks write as many files, `model-00001-of-00002.safetensors` and so on, each tensor in one of them.
 
 A folder is written beside its final name, flushed, and renamed: it is there whole or not at all.
 """
@@ -19,9 +22,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +33,8 @@ from torch import Tensor
 import shoal
 from shoal.errors import UserError
 from shoal.types import TrainState
+
+T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
@@ -59,6 +65,7 @@ class Checkpoint:
     def read(self) -> TrainState:
         """All tensors, on the CPU, each compared with its digest."""
         model: dict[str, Tensor] = {}
+        strategy: dict[str, Tensor] = {}
         optimizer: dict[str, dict[str, Tensor]] = {}
         by_file: dict[str, list[str]] = {}
         for name, about in self.manifest["tensors"].items():
@@ -67,12 +74,12 @@ class Checkpoint:
         for file, names in by_file.items():
             for name, tensor in self._read_file(file, names).items():
                 room, _, rest = name.partition("/")
-                if room == "model":
-                    model[rest] = tensor
-                else:
+                if room == "optimizer":
                     slot, _, parameter = rest.partition("/")
                     optimizer.setdefault(parameter, {})[slot] = tensor
-        return TrainState(model, optimizer)
+                else:
+                    (model if room == "model" else strategy)[rest] = tensor
+        return TrainState(model, optimizer, strategy)
 
     def _read_file(self, file: str, names: list[str]) -> dict[str, Tensor]:
         path = self.folder / file
@@ -93,46 +100,104 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
-    """Publishes `folder` whole, or leaves nothing."""
-    rooms = {
-        "model": state.model,
-        "optimizer": {f"{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()},
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir()
-        files: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
-        for room, named in rooms.items():
-            if not named:
-                continue
-            file = f"{room}.safetensors"
-            on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named.items()}
-            save_file(on_cpu, beside / file)
-            files[file] = {"bytes": (beside / file).stat().st_size, "header": _header_digest(beside / file)}
-            for name, tensor in on_cpu.items():
-                piece = {
-                    "file": file,
-                    "offset": [0] * tensor.ndim,
-                    "shape": [*tensor.shape],
-                    "sha256": _tensor_digest(tensor),
-                }
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                tensors[f"{room}/{name}"] = {"dtype": dtype, "shape": [*tensor.shape], "pieces": [piece]}
-        text = json.dumps(trainer, indent=1)
-        (beside / TRAINER).write_text(text)
-        files[TRAINER] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        manifest = {"format": FORMAT, "versions": versions, **about, "files": files, "tensors": tensors}
-        manifest["digest"] = _manifest_digest(manifest)
-        (beside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (*beside.iterdir(), beside):
-            _flush(path)
-        _swap_in(beside, folder)
-    finally:
+    """Publishes `folder` whole, or leaves nothing. Every rank calls it with the same state and writes a part of it.
+
+    If it fails anywhere, it raises OSError on every rank.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    beside = folder.with_name(f".{folder.name}.part")
+    if rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
+        _agree(lambda: beside.mkdir(parents=True))
+    else:
+        _agree(lambda: None)
+    try:
+        parts = _agree(lambda: _write_part(beside, state, rank, ranks))
+        _agree(lambda: _publish(beside, folder, parts, trainer, about) if rank == 0 else None)
+    finally:
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote, for the manifest."""
+
+    files: dict[str, Any]
+    tensors: dict[str, Any]
+
+
+def _write_part(beside: Path, state: TrainState, rank: int, ranks: int) -> _Part:
+    part = _Part({}, {})
+    for room, named in _rooms(state).items():
+        own = {name: named[name].detach().to("cpu").contiguous() for name in _deal(named, ranks)[rank]}
+        if not own:
+            continue
+        file = f"{room}.safetensors" if ranks == 1 else f"{room}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+        save_file(own, beside / file)
+        _flush(beside / file)
+        part.files[file] = {"bytes": (beside / file).stat().st_size, "header": _header_digest(beside / file)}
+        for name, tensor in own.items():
+            shape = [*tensor.shape]
+            piece = {"file": file, "offset": [0] * tensor.ndim, "shape": shape, "sha256": _tensor_digest(tensor)}
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            part.tensors[f"{room}/{name}"] = {"dtype": dtype, "shape": shape, "pieces": [piece]}
+    return part
+
+
+def _publish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, Any], about: dict[str, Any]) -> None:
+    text = json.dumps(trainer, indent=1)
+    (beside / TRAINER).write_text(text)
+    files: dict[str, Any] = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        files |= part.files
+        tensors |= part.tensors
+    versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    manifest = {
+        "format": FORMAT,
+        "versions": versions,
+        **about,
+        "files": files,
+        "tensors": dict(sorted(tensors.items())),
+    }
+    manifest["digest"] = _manifest_digest(manifest)
+    (beside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (beside / TRAINER, beside / MANIFEST, beside):
+        _flush(path)
+    _swap_in(beside, folder)
+
+
+def _rooms(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    slots = {f"{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
+    return {"model": state.model, "optimizer": slots, "strategy": state.strategy}
+
+
+def _deal(named: dict[str, Tensor], ranks: int) -> list[list[str]]:
+    """Which rank writes which tensor: the largest first, each to the rank with the least so far."""
+    hands: list[list[str]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for name in sorted(named, key=lambda name: (-named[name].nbytes, name)):
+        rank = loads.index(min(loads))
+        hands[rank].append(name)
+        loads[rank] += named[name].nbytes
+    return hands
+
+
+def _agree(task: Callable[[], T]) -> list[T]:
+    """Does `task` on every rank and returns all results, or raises the first rank's OSError on every rank."""
+    try:
+        outcome: T | OSError = task()
+    except OSError as error:
+        outcome = error
+    outcomes: list[Any] = [outcome]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+    for other in outcomes:
+        if isinstance(other, OSError):
+            raise other
+    return outcomes
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

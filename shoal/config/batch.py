@@ -29,6 +29,10 @@ def derive_batches(training: TrainingConfig, data_size: int) -> tuple[BatchPhase
 
 def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_size: int) -> BatchPhase:
     total, batch = training.global_batch_size, training.batch_size
+    if total is not None and total < data_size:
+        raise UserError(
+            f"training.global_batch_size = {total} cannot feed {data_size} data-parallel processes; raise it"
+        )
     if total is None:
         batch = batch or DEFAULT_BATCH_SIZE
         return BatchPhase(epoch, batch * (accumulation or 1) * data_size, batch)

@@ -93,7 +93,7 @@ class TrainingConfig(Section):
     """Micro-batches in one update on one device."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    mixed_precision: Literal["fp32", "bf16"] = "fp32"
+    mixed_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What matrix products are computed in; weights and optimizer state stay fp32."""
     tf32: bool = False
     """Let fp32 matrix products on a CUDA device use TF32."""
@@ -140,8 +140,39 @@ class TrainingConfig(Section):
         return self
 
 
+class DDPConfig(Section):
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    bucket_cap_mb: Positive = 25
+    broadcast_buffers: bool = True
+
+
 class DistributedConfig(Section):
-    strategy: Literal["auto", "single"] = "auto"
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    """`auto` is `single` for one process and `ddp` for several."""
+    ddp: DDPConfig = DDPConfig()
+    """The options of torch's DistributedDataParallel."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What processes talk through: NCCL between GPUs and gloo elsewhere. Ranks that share a GPU need `gloo`."""
+    timeout: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds until a collective that does not complete ends the run."""
+    desync_steps: Positive | None = 100
+    """Every so many steps, compare replicas and the samples they took over ranks; `null` for never."""
+
+
+class LaunchConfig(Section):
+    target: Literal["local"] = "local"
+    nodes: Positive = 1
+    """Machines. With more than one, start the command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
+    procs_per_node: Positive = 1
+    """Processes on each machine, usually one per GPU."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often to start again from the last checkpoint after a process died."""
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.procs_per_node
 
 
 class CheckpointConfig(Section):
@@ -201,6 +232,7 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def output_dir(self) -> str:

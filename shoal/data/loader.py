@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shoal.data.order import BatchSchedule
-from shoal.data.reader import MapDataset, MapReader, Reader
+from shoal.data.order import BatchSchedule, samples_at
+from shoal.data.reader import Key, MapDataset, MapReader, Reader
 from shoal.data.stream import OrderedReader, OrderedStream, ShardedReader, ShardedStream
 from shoal.errors import UserError
 from shoal.types import MicroBatch
@@ -55,6 +55,12 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
         if isinstance(self.dataset, ShardedStream):
             return ShardedReader(self.dataset, self.data_rank, self.data_size)
         return OrderedReader(self.dataset, self.start, self.data_rank, self.data_size)
+
+    def keys_between(self, start: int, end: int) -> list[Key]:
+        if self.epoch_size is None:
+            return [(0, position) for position in range(start, end)]
+        epochs, ids = samples_at(start, end - start, self.epoch_size, self.seed, self.shuffle)
+        return list(zip(epochs.tolist(), ids.tolist(), strict=True))
 
     def __iter__(self) -> Iterator[_Item | UserError]:
         info = get_worker_info()
@@ -118,7 +124,7 @@ class Loader:
         self.epoch_size = source.epoch_size
         if self.epoch_size == 0:
             raise UserError("train_data/eval_data: the dataset has length 0; it must hold at least one sample")
-        self._start = position
+        self._source, self._start, self._step_start = source, position, position
         self._steps: Generator[list[MicroBatch], None, None] | None = None
         pin_memory = pin_memory and torch.accelerator.is_available()
         self._pin_here = pin_memory and num_workers == 0
@@ -150,10 +156,14 @@ class Loader:
                 raise item
             step.append(item.pin_memory().micro_batch if self._pin_here else item.micro_batch)
             if item.position is not None:
-                self.position = item.position
+                self._step_start, self.position = self.position, item.position
                 self.waited_seconds += perf_counter() - began
                 yield step
                 step, began = [], perf_counter()
+
+    def last_step(self) -> list[Key]:
+        """The (epoch, id) of all samples that all ranks together took in the step last yielded."""
+        return self._source.keys_between(self._step_start, self.position)
 
     def close(self) -> None:
         """Ends the workers, also in the middle of an iteration."""

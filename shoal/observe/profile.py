@@ -34,7 +34,9 @@ class Profiler:
             return
         if self._profile is None:
             self._first_step = step
-            self._profile = profile(record_shapes=True, acc_events=True)  # of the CPU, and of the accelerator if there is one
+            self._profile = profile(
+                record_shapes=True, acc_events=True
+            )  # of the CPU, and of the accelerator if there is one
             self._profile.start()
         else:
             self._span.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Who computes in which type. Weights, gradients and optimizer state stay fp32; `bf16` computes under autocast."""
+"""Who computes in which type. Weights, gradients and optimizer state stay fp32; `bf16` and `fp16` are autocast."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from shoal.errors import UserError
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
@@ -20,17 +22,18 @@ def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return torch.autocast(device.type, HALF[precision])
 
 
-class Bf16Witness:
-    """Sees whether bf16 was really computed with: matmuls under autocast keep bf16 inputs for the backward."""
+class HalfWitness:
+    """Sees whether half precision was computed in: matmuls under autocast keep half inputs for the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str) -> None:
         self.seen = False
+        self._wanted = HALF.get(precision)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen or tensor.dtype == torch.bfloat16
+        self.seen = self.seen or tensor.dtype == self._wanted
         return tensor
 
     def watch(self) -> AbstractContextManager[None]:

@@ -9,17 +9,18 @@ from torch.optim import Optimizer
 from shoal.types import TrainState
 
 
-def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainState:
+def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]) -> TrainState:
+    """`own` is what the strategy itself keeps, such as a loss scale."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         names[parameter]: {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for parameter, state in optimizer.state.items()
     }
-    return TrainState(_model_state(model), moments)
+    return TrainState(_model_state(model), moments, own)
 
 
 @torch.no_grad()
-def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
     """The inverse; the names must be those of the model (the checkpoint room has checked that)."""
     for name, tensor in _model_state(model).items():
         tensor.copy_(state.model[name])
@@ -27,6 +28,8 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainState) -> 
     for name, moments in state.optimizer.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
+    for name in own.keys() & state.strategy.keys():  # a checkpoint of another precision has none
+        own[name].copy_(state.strategy[name])
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:

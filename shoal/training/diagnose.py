@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies import Objective, SingleStrategy
+from shoal.strategies import DistributedStrategy, Objective
 from shoal.types import MicroBatch
 
 
-def first_bad_module(strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:
+def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:
     """Repeats one forward and backward, eagerly, and says where the first non-finite value appears."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():

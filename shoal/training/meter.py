@@ -10,7 +10,7 @@ from torch import nn
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
 from shoal.observe.flops import count_forward_flops, peak_flops, tree_to_meta
-from shoal.strategies import Objective, SingleStrategy
+from shoal.strategies import DistributedStrategy, Objective
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
@@ -73,7 +73,9 @@ class Meter:
         self._steps.clear()
 
 
-def flops_per_sample(strategy: SingleStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> float | None:
+def flops_per_sample(
+    strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective
+) -> float | None:
     """Model FLOPs of a forward and backward (twice the forward) for one sample, counted without computing."""
     batch = tree_to_meta(strategy.ready(micro, recipe))
     forward = count_forward_flops(model, lambda meta_model: meta_model(**recipe.inputs(batch)))

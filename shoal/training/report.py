@@ -12,7 +12,7 @@ import shoal
 from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
 from shoal.errors import UserError
-from shoal.parallel.precision import Bf16Witness
+from shoal.parallel.precision import HalfWitness
 from shoal.torch_private import compiled_graphs
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ class Report:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.training = trainer.config.training
-        self._witness = Bf16Witness()
+        self._witness = HalfWitness(self.training.mixed_precision)
         self._graphs_before = compiled_graphs() if self.training.compile else 0
 
     def watch(self) -> AbstractContextManager[None]:
         # Hooks on saved tensors would keep torch.compile from seeing the whole graph.
-        if self.training.mixed_precision == "bf16" and not self.training.compile:
+        if self.training.mixed_precision != "fp32" and not self.training.compile:
             return self._witness.watch()
         return nullcontext()
 
@@ -41,10 +41,11 @@ class Report:
                 "training.compile = true, but torch.compile compiled nothing of this model (see TORCH_LOGS=dynamo); "
                 "set it to false or change the model"
             )
-        if self.training.mixed_precision == "bf16" and not self.training.compile and not self._witness.seen:
+        precision = self.training.mixed_precision
+        if precision != "fp32" and not self.training.compile and not self._witness.seen:
             raise UserError(
-                "training.mixed_precision = bf16, but nothing in the first step was computed in bf16; use fp32, "
-                "or look for code in the model that turns autocast off"
+                f"training.mixed_precision = {precision}, but nothing in the first step was computed in {precision}; "
+                "use fp32, or look for code in the model that turns autocast off"
             )
 
     def __str__(self) -> str:
@@ -89,7 +90,7 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         saving = f"every {config.checkpoint.every} steps and" if config.checkpoint.every else "only"
         yield "checkpoints", f"{saving} at the end, the last {config.checkpoint.keep_last} kept", ("checkpoint.every",)
-        yield "start", t.progress["from"], ("checkpoint.resume",)
+        yield "start", t.progress.started_from, ("checkpoint.resume",)
         idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
         if idle and not config.dataset.num_workers:
             yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)

@@ -1,8 +1,10 @@
-"""How a run begins: its folder, and the checkpoint it goes on from."""
+"""How a run begins: its processes, its folder, and the checkpoint it goes on from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,58 +13,107 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start
-from shoal.config import Run
+from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
+from shoal.data import BatchSchedule
 from shoal.errors import UserError
-from shoal.strategies import SingleStrategy
-from shoal.types import BatchPhase
+from shoal.parallel.world import World
+from shoal.strategies import DistributedStrategy
+from shoal.types import BatchPhase, TrainState
 
 
-def open_run_folder(run: Run, phase: BatchPhase, data_size: int) -> Path:
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is when this process begins."""
+
+    batches: BatchSchedule
+    step: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+    started_from: str = "scratch"
+
+
+def check_world(run: Run, world: World) -> None:
+    """Refuses processes that an outer launcher started otherwise than the config says."""
+    launch = run.config.launch
+    if world.size > 1 and "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
+        raise UserError(
+            f"launch.procs_per_node = {launch.procs_per_node}, but the launcher started {world.local_size} processes "
+            "on this machine; leave the key out or make them agree"
+        )
+    if world.size > 1 and "launch.nodes" in run.sources and launch.processes != world.size:
+        raise UserError(
+            f"launch.nodes {launch.nodes} × procs_per_node {launch.procs_per_node} = {launch.processes}, but "
+            f"{world.size} processes were started; leave the keys out or make them agree"
+        )
+
+
+def open_run_folder(run: Run, strategy: DistributedStrategy) -> None:
     """Makes the run folder and writes the resolved config into it."""
     folder = Path(run.config.output_dir)
-    derived = derived_values(phase, data_size)
+    phases = derive_batches(run.config.training, strategy.data_size)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(run.to_yaml(derived))
+        if strategy.is_main_process:
+            (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
     except OSError as error:
         raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
-    return folder
 
 
 def restore(
     run: Run,
     manager: CheckpointManager,
-    strategy: SingleStrategy,
+    strategy: DistributedStrategy,
     model: nn.Module,
     optimizer: Optimizer,
-    phases: tuple[BatchPhase, ...],
     warn: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Loads the last good checkpoint, if there is one, and returns what it says of the run's progress."""
+) -> Progress:
+    """Loads the last good checkpoint, if there is one."""
     allowed = run.config.checkpoint.allow_changed
     for checkpoint in find_start(run.config.checkpoint.resume, manager, warn):
         shapes = {name: [*tensor.shape] for name, tensor in strategy.state(model, optimizer).model.items()}
         check_same_model(checkpoint, shapes)
         check_same_run(checkpoint, run.tree(), allowed)
-        _check_same_batches(checkpoint.manifest["batches"], phases, allowed)
+        batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
+        state: TrainState | None = None
         try:
-            strategy.load_state(model, optimizer, checkpoint.read())
+            state = checkpoint.read()
         except DamagedCheckpoint as damage:
             warn(f"checkpoint {checkpoint.folder.name} is damaged and passed over: {damage}")
+        if strategy.highest(state is None):  # one that a single rank cannot read is read by none
             continue
-        return {**checkpoint.trainer, "from": str(checkpoint.folder)}
-    return None
+        assert state is not None
+        strategy.load_state(model, optimizer, state)
+        return Progress(batches=batches, started_from=str(checkpoint.folder), **checkpoint.trainer)
+    return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)))
 
 
-def _check_same_batches(then: list[list[int]], phases: tuple[BatchPhase, ...], allowed: list[str]) -> None:
-    now = [[phase.first_epoch, phase.global_batch_size] for phase in phases]
-    if then != now and "training.global_batch_size" not in allowed:
+def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Callable[[str], None]) -> BatchSchedule:
+    """On another number of ranks the checkpoint's global batch stays, and the accumulation is derived anew.
+
+    If the config would have given another global batch on the checkpoint's own ranks, its batch keys were changed.
+    """
+    training, allowed = run.config.training, run.config.checkpoint.allow_changed
+    then = [tuple(phase) for phase in manifest["batches"]]
+    unchanged = _sizes(derive_batches(training, manifest["layout"]["data_size"]))
+    now = derive_batches(training, data_size)
+    if "training.global_batch_size" in allowed or _sizes(now) == then:
+        return BatchSchedule(now)
+    if unchanged != then:
         raise UserError(
-            f"training.global_batch_size is {_batches(now)}, but the checkpoint was made with {_batches(then)}; "
+            f"training.global_batch_size is {_say(unchanged)}, but the checkpoint was made with {_say(then)}; "
             "set it back or list training.global_batch_size in checkpoint.allow_changed"
         )
+    warn(f"training.global_batch_size stays {_say(then)}, as in the checkpoint, over {data_size} data-parallel ranks")
+    kept = ((epoch, size, phase.batch_size) for (epoch, size), phase in zip(then, now, strict=True))
+    return BatchSchedule(
+        tuple(BatchPhase(epoch, size, min(batch, ceil(size / data_size))) for epoch, size, batch in kept)
+    )
 
 
-def _batches(phases: list[list[int]]) -> str:
-    return str(phases[0][1]) if len(phases) == 1 else ", ".join(f"{size} from epoch {epoch}" for epoch, size in phases)
+def _sizes(phases: tuple[BatchPhase, ...]) -> list[tuple[int, ...]]:
+    return [(phase.first_epoch, phase.global_batch_size) for phase in phases]
+
+
+def _say(sizes: list[tuple[int, ...]]) -> str:
+    return str(sizes[0][1]) if len(sizes) == 1 else ", ".join(f"{size} from epoch {epoch}" for epoch, size in sizes)

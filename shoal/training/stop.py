@@ -13,7 +13,7 @@ class StopFlag:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -26,5 +26,5 @@ class StopFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        signal.signal(number, self._before[self.signal])
+        self.signal = number
+        signal.signal(number, self._before[signal.Signals(number)])

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import torch
@@ -16,25 +15,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager
-from shoal.config import Run, derive_batches
+from shoal.config import Run
+from shoal.config.schema import ConsoleMode, ProfileConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.console import Console
 from shoal.observe.loggers import Loggers, open_loggers
 from shoal.observe.memory import memory_gib
 from shoal.observe.profile import Profiler
+from shoal.parallel.desync import check_replicas, check_samples
 from shoal.parallel.weights import build
 from shoal.seeding import mix
-from shoal.strategies import SingleStrategy, from_config
+from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.diagnose import first_bad_module
 from shoal.training.meter import Meter, flops_per_sample
 from shoal.training.optimizer import build_optimizer, set_learning_rate
 from shoal.training.report import Report
 from shoal.training.schedule import Schedule, build_schedule
-from shoal.training.start import open_run_folder, restore
+from shoal.training.start import Progress, check_world, open_run_folder, restore
 from shoal.training.stop import StopFlag
 from shoal.types import MicroBatch, Weights
-
 
 FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
 """Metrics that would only make the console's line longer."""
@@ -50,13 +50,19 @@ class Outcome:
     total_steps: int
     metrics: dict[str, float]
     preview: str | None
-    stopped_by: Signals | None
+    stopped_by: int
+    """The number of the signal that ended it early, or 0."""
 
 
 def train(run: Run) -> Outcome:
     """Trains a run to its end, going on from its last good checkpoint."""
-    with from_config(run.config) as strategy, StopFlag() as stop, ExitStack() as resources:
-        return Trainer(run, strategy, stop, resources).fit()
+    strategy = from_config(run.config)
+    check_world(run, strategy.world)
+    open_run_folder(run, strategy)
+    recipe = run.recipe_type(run.recipe_config)
+    strategy.world.once_per_node(recipe.prepare_data)
+    with strategy, StopFlag() as stop, ExitStack() as resources:
+        return Trainer(run, strategy, recipe, stop, resources).fit()
 
 
 class Trainer:
@@ -66,7 +72,8 @@ class Trainer:
     model: nn.Module
     optimizer: Optimizer
     weights: Weights
-    progress: dict[str, Any]
+    progress: Progress
+    batches: BatchSchedule
     loader: Loader
     eval_loader: Loader | None = None
     schedule: Schedule
@@ -83,11 +90,9 @@ class Trainer:
     flops_per_sample: float | None = None
     preview: str | None = None
 
-    def __init__(self, run: Run, strategy: SingleStrategy, stop: StopFlag, resources: ExitStack):
-        self.run, self.config, self.strategy, self.stop = run, run.config, strategy, stop
-        self.recipe = run.recipe_type(run.recipe_config)
-        self.batches = BatchSchedule(derive_batches(self.config.training, strategy.data_size))
-        self.output_dir = open_run_folder(run, self.batches.phases[0], strategy.data_size)
+    def __init__(self, run: Run, strategy: DistributedStrategy, recipe: Any, stop: StopFlag, resources: ExitStack):
+        self.run, self.config, self.strategy, self.recipe, self.stop = run, run.config, strategy, recipe, stop
+        self.output_dir = Path(self.config.output_dir)
         self._open_data()
         self._build_model()
         self._restore()
@@ -108,9 +113,11 @@ class Trainer:
                     self.evaluate()
                 if self.due(self.config.checkpoint.every):
                     self.save()
+                if self.due(self.config.distributed.desync_steps):
+                    self.check_sync(micro_batches)
                 if self.due(training.gc_steps):
                     gc.collect(1)
-                if self.stop.signal:
+                if self.stopping():
                     break
         return self.finish()
 
@@ -130,8 +137,20 @@ class Trainer:
         with report.watch():
             self.take_step(micro_batches)
         report.check()
-        (self.output_dir / "report.txt").write_text(f"{report}\n")
+        if self.strategy.is_main_process:
+            (self.output_dir / "report.txt").write_text(f"{report}\n")
         self.console.line(str(report))
+
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop, which all of them then do after the same step."""
+        self.stop.signal = self.strategy.highest(self.stop.signal)
+        return self.stop.signal > 0
+
+    def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""
+        if self.strategy.data_size > 1:
+            check_replicas(self.model)
+            check_samples(micro_batches, self.loader.last_step())
 
     def due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -160,7 +179,7 @@ class Trainer:
         for micro_batches in self.eval_loader:
             output = self.strategy.evaluate(self.model, micro_batches, self.recipe)
             total, count = total + output.total, count + output.count
-            if self.stop.signal:
+            if self.stopping():
                 break
         else:
             self._publish({"eval/loss": (total / count).item()})
@@ -175,7 +194,11 @@ class Trainer:
         self.meter.restart_clock(self.loader)
 
     def save(self) -> None:
-        layout = {"strategy": self.strategy.name, "world_size": self.strategy.world_size}
+        layout = {
+            "strategy": self.strategy.name,
+            "world_size": self.strategy.world_size,
+            "data_size": self.strategy.data_size,
+        }
         progress = {"step": self.step, "samples": self.loader.position, "skipped_steps": self.meter.skipped_steps()}
         batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
         about = {"layout": layout, "batches": batches, "config": self.run.tree()}
@@ -208,7 +231,6 @@ class Trainer:
 
     def _open_data(self) -> None:
         training = self.config.training
-        self.recipe.prepare_data()
         self.train_data, self.eval_data = self.recipe.train_data(), self.recipe.eval_data()
         self.epoch_size = len(self.train_data) if hasattr(self.train_data, "__len__") else None
         if training.num_epochs and self.epoch_size is None:
@@ -228,15 +250,15 @@ class Trainer:
 
     def _restore(self) -> None:
         self.warnings: list[str] = []
-        self.manager = CheckpointManager(self.output_dir, self.config.checkpoint.keep_last)
-        found = restore(
-            self.run, self.manager, self.strategy, self.model, self.optimizer, self.batches.phases, self.warnings.append
-        )
-        self.progress = found or {"step": 0, "samples": 0, "skipped_steps": 0, "from": "scratch"}
-        self.step = self.first_step = self.saved_step = self.progress["step"]
+        keep, is_main = self.config.checkpoint.keep_last, self.strategy.is_main_process
+        self.manager = CheckpointManager(self.output_dir, keep, is_main)
+        warn = self.warnings.append
+        self.progress = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, warn)
+        self.batches = self.progress.batches
+        self.step = self.first_step = self.saved_step = self.progress.step
 
     def _open_loaders(self, resources: ExitStack) -> None:
-        training, samples = self.config.training, self.progress["samples"]
+        training, samples = self.config.training, self.progress.samples
         end = None
         if training.num_epochs and self.epoch_size:
             end = training.num_epochs * self.epoch_size
@@ -269,14 +291,18 @@ class Trainer:
     def _open_observers(self, resources: ExitStack) -> None:
         config = self.config
         self.metrics: dict[str, float] = {}
-        self.meter = Meter(
-            self.strategy.device, self.recipe.unit, config.training, self.loader, self.progress["skipped_steps"]
-        )
-        self.profiler = resources.enter_context(closing(Profiler(config.logging.profile, self.output_dir)))
-        self.loggers = resources.enter_context(
-            closing(open_loggers(config.logging, self.output_dir, config.experiment.name, self.run.tree(), self.step))
-        )
-        self.console = resources.enter_context(Console(config.logging.console, self.step, self.total_steps))
+        device, skipped_steps = self.strategy.device, self.progress.skipped_steps
+        self.meter = Meter(device, self.recipe.unit, config.training, self.loader, skipped_steps)
+        profile: ProfileConfig | None = None
+        mode: ConsoleMode = "off"
+        loggers = Loggers()
+        if self.strategy.is_main_process:  # the others stay silent
+            profile, mode = config.logging.profile, config.logging.console
+            name, settings = config.experiment.name, self.run.tree()
+            loggers = open_loggers(config.logging, self.output_dir, name, settings, self.step)
+        self.loggers = resources.enter_context(closing(loggers))
+        self.profiler = resources.enter_context(closing(Profiler(profile, self.output_dir)))
+        self.console = resources.enter_context(Console(mode, self.step, self.total_steps))
         for warning in self.warnings:
             self.console.line(f"warning: {warning}")
 

@@ -61,6 +61,7 @@ def gradients(micro_batches: list[MicroBatch]) -> tuple[list[torch.Tensor], floa
     recipe, strategy = Words(), SingleStrategy(device="cpu")
     torch.manual_seed(0)
     model = recipe.build_model()
+    model, _ = strategy.prepare(model, lambda model: torch.optim.SGD(model.parameters()), ParallelPlan())
     output = strategy.forward_backward(model, micro_batches, recipe, step=0)
     return [p.grad for p in model.parameters() if p.grad is not None], output.loss.item()
 

@@ -1,0 +1,54 @@
+"""An alarm for replicas that drifted apart: a cheap hash of every parameter, and of the samples a step took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.types import MicroBatch
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class Desync(RuntimeError):
+    """Ranks that should agree do not."""
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compares each parameter's hash over ranks; names the first rank and tensor that differ."""
+    names = [name for name, _ in model.named_parameters()]
+    own = torch.stack([_hash(parameter) for parameter in model.parameters()])
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, own)
+    for rank, hashes in enumerate(told):
+        different = (hashes != told[0]).nonzero().flatten().tolist()
+        if different:
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            raise Desync(f"replicas drifted apart: {names[different[0]]}{more} on rank {rank} is not what rank 0 has")
+
+
+def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[int, int]]) -> None:
+    """Compares the (epoch, id) of all samples that the ranks took in a step with those the step should have."""
+    taken = [key for micro in micro_batches if micro.weight for key in zip(micro.epochs, micro.ids, strict=True)]
+    told: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, taken)
+    left = Counter(expected)
+    for rank, keys in enumerate(told):
+        for epoch, sample in keys:
+            left[epoch, sample] -= 1
+            if left[epoch, sample] < 0:
+                raise Desync(f"rank {rank} took sample {sample} of epoch {epoch}, which is not its own in this step")
+    missing = [key for key, times in left.items() if times > 0]
+    if missing:
+        epoch, sample = missing[0]
+        raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {len(missing) - 1} others of this step")
+
+
+def _hash(parameter: Tensor) -> Tensor:
+    """The sum of the bits, read as integers: one pass, no copy."""
+    bits = parameter.detach().view(_INTEGERS[parameter.element_size()])
+    return bits.sum(dtype=torch.int64)

@@ -1,0 +1,270 @@
+"""The contract between the loop and the place a run is computed, and all of it that layouts share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from shoal.errors import UserError
+from shoal.parallel.compile import apply_compile
+from shoal.parallel.loss_scale import LossScale
+from shoal.parallel.mesh import build_mesh, data_size
+from shoal.parallel.precision import autocast, check_precision
+from shoal.parallel.weights import materialise
+from shoal.parallel.world import World, choose_backend
+from shoal.seeding import SampleRng, mix
+from shoal.strategies.state import collect_state, restore_state
+from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState
+
+
+class Objective(Protocol):
+    """What a strategy needs of a recipe."""
+
+    def prepare(self, batch: Any, rng: SampleRng) -> Any: ...
+    def inputs(self, batch: Any) -> dict[str, Any]: ...
+    def count(self, batch: Any) -> Tensor | int: ...
+    def loss(self, output: Any, batch: Any) -> Tensor: ...
+
+
+class DistributedStrategy:
+    """One layout of a run. A subclass says how long the sides of its mesh are and how it wraps a model."""
+
+    name: ClassVar[str]
+    mesh: DeviceMesh | None = None
+    engine: nn.Module
+    keeps_gradients = False
+    """Whether gradients live in buffers of the engine's and are zeroed instead of freed."""
+
+    def __init__(
+        self,
+        *,
+        device: str = "auto",
+        mixed_precision: str = "fp32",
+        tf32: bool = False,
+        compile: bool = False,
+        seed: int = 0,
+        deterministic: bool = False,
+        backend: str = "auto",
+        timeout: float = 1800,
+    ):
+        self.world = world = World.from_environment()
+        self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
+        self.is_main_process = world.rank == 0
+        self.data_rank, self.data_size = world.rank, data_size(self.mesh_sizes())
+        self.device = find_device(device, self.world.local_rank)
+        self.precision, self.compile, self.seed = mixed_precision, compile, seed
+        self.compiled_modules = 0
+        self._tf32, self._deterministic, self._timeout_seconds = tf32, deterministic, timeout
+        check_precision(mixed_precision, tf32, self.device)
+        self.backend = choose_backend(backend, self.device, self.world)
+        self.loss_scale = LossScale(self.device) if mixed_precision == "fp16" else None
+
+    # Who and where
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """The sides of the mesh that are longer than one."""
+        return {}
+
+    def setup(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._tf32:
+            torch.set_float32_matmul_precision("high")
+        if self._deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        if self.world.size > 1:
+            self.world.join(self.device, self.backend, self._timeout_seconds)
+            self.mesh = build_mesh(self.device.type, **self.mesh_sizes())
+
+    def teardown(self) -> None:
+        self.world.leave()
+        if self._deterministic:
+            torch.use_deterministic_algorithms(False)
+        if self._tf32:
+            torch.set_float32_matmul_precision("highest")
+
+    def __enter__(self) -> Self:
+        self.setup()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is None or self.world.size == 1:  # after an error the peers may be stuck, and so would taking leave be
+            self.teardown()
+
+    # The loop's verbs
+
+    def prepare(
+        self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], plan: ParallelPlan
+    ) -> tuple[nn.Module, Optimizer]:
+        """Gives the model its weights and its place. What comes back has the names of the plain model.
+
+        The engine that computes it in this layout, such as DDP's wrapper, stays in here.
+        """
+        materialise(model, self.device, self.seed)
+        if self.compile:
+            self.compiled_modules = apply_compile(model, plan)
+        self.engine = self.wrap_model(model)
+        return model, build_optimizer(model)
+
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+    ) -> StepOutput:
+        """Gradients of (sum of losses over the global batch) / (count over the global batch)."""
+        batches = [self.ready(micro, recipe) for micro in micro_batches]
+        count = self.reduce(self._sum([recipe.count(batch) for batch in batches], micro_batches))
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / count.clamp(min=1)
+        losses = []
+        for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
+            self._seed_generators(step, index)
+            with self.accumulate(self.engine, last=index == len(batches) - 1):
+                with self.autocast():
+                    loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
+                loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
+            losses.append(loss.detach().float())
+        return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)
+
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
+        """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
+
+        Fused optimizers do all of it inside their one kernel, through the two tensors that torch's GradScaler also
+        sets, and the host does not wait to know.
+        """
+        norm = get_total_norm(
+            [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        )
+        if self.loss_scale:
+            norm = norm / self.loss_scale.scale
+        skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
+        divisor = (norm / max_norm).clamp_(min=1) if max_norm else None
+        if self.loss_scale:
+            divisor = self.loss_scale.scale * (1 if divisor is None else divisor)
+        optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        if self.loss_scale:
+            self.loss_scale.update(skipped)
+        return StepInfo(norm, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
+        batches = [self.ready(micro, recipe) for micro in micro_batches]
+        losses = []
+        for index, batch in enumerate(batches):
+            self._seed_generators("eval", index)
+            with self.autocast():
+                losses.append(recipe.loss(model(**recipe.inputs(batch)), batch).float())
+        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
+        return StepOutput(self.reduce(self._sum(losses, micro_batches)), self.reduce(count))
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        own = self.loss_scale.state() if self.loss_scale else {}
+        return collect_state(model, optimizer, own)
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+        own = self.loss_scale.state() if self.loss_scale else {}
+        restore_state(model, optimizer, own, state)
+
+    # The small verbs, for loops written by hand
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """The module to call in the forward; its parameters are those of `model`."""
+        return model.to(self.device)
+
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch; gradients are exchanged in the last one alone."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return autocast(self.precision, self.device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a loss that is a mean over this rank's samples; gradients become the mean over ranks."""
+        (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clips, and returns the norm before it. `step(optimizer, max_norm)` does the same and the update."""
+        if self.loss_scale:
+            raise UserError(
+                "clip_grad_norm cannot see through fp16's loss scale; use strategy.step(optimizer, max_norm)"
+            )
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The sum, mean or max over all data-parallel ranks, on every one of them."""
+        if self.data_size == 1:
+            return tensor
+        tensor = tensor.clone()
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return tensor / self.data_size if op == "mean" else tensor
+
+    def highest(self, number: int) -> int:
+        """The highest that any rank says. Goes over CPU tensors, so that no device is waited for."""
+        if self.world.size == 1:
+            return number
+        told = torch.tensor(number)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return int(told)
+
+    def barrier(self) -> None:
+        if self.world.size > 1:
+            dist.barrier()
+
+    def to_device(self, batch: Any) -> Any:
+        """Moves the tensors in dicts, lists, tuples and named tuples, however nested."""
+        if isinstance(batch, Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, dict):
+            return type(batch)((key, self.to_device(value)) for key, value in batch.items())
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.to_device(value) for value in batch))
+        if isinstance(batch, list | tuple):
+            return type(batch)(self.to_device(value) for value in batch)
+        return batch
+
+    # Between them
+
+    def ready(self, micro: MicroBatch, recipe: Objective) -> Any:
+        """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
+        return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
+
+    def _seed_generators(self, *place: int | str) -> None:
+        """Seeds what a model draws from by its place in the run.
+
+        Not by `torch.manual_seed`: it also remembers the seed for every kind of device that was never used, each with
+        a traceback, which takes longer than many a step.
+        """
+        seed = mix(self.seed, *place, self.data_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
+
+    def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Over the micro-batches that are not fillers."""
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
+        first, *others = counted or [0 * values[0]]
+        total = sum(others, start=first)
+        return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
+
+
+def find_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this process. Ranks of one machine take its GPUs in turn."""
+    available = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "auto":
+        wanted = available.type if available else "cpu"
+    elif wanted != "cpu" and (available is None or available.type != wanted):
+        there = available.type if available else "only the CPU"
+        raise UserError(f"training.device = {wanted!r}, but torch sees {there}; use auto or {available or 'cpu'}")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    return torch.device(wanted, local_rank % torch.accelerator.device_count())

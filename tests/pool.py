@@ -1,0 +1,318 @@
+"""Worker processes that live across tests, so that a distributed test costs tenths of a second.
+
+    def mean_rank(scale):  # top-level: the workers import it by name
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total)
+        return scale * total.item() / dist.get_world_size()
+
+    def test_mean(pool2):
+        assert pool2.run(mean_rank, 10) == [5, 5]
+
+Every run has a process group of its own and the caller's environment, folder and `sys.path`. A rank that
+raises, hangs or dies costs that run: it raises `WorkerFailure` and the next run starts new workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 120  # the first start imports torch
+GRACE_SECONDS = 1.0  # after a failure, for the other ranks to report theirs
+TAIL_CHARACTERS = 4000  # of each worker's output in a failure
+STACK_SIGNAL = signal.SIGPROF  # unlike SIGUSR1 and SIGTERM, nothing under test handles it
+OWN_FRAMES = re.compile(
+    rf'(Thread .*\n)?  File "{re.escape(__file__)}", line \d+ in (_work|_end_with_pytest)\n(  File .*\n)*\n?'
+)
+
+# A fork server: forking pytest itself would copy its threads' locks, and spawning imports torch once per worker.
+CONTEXT = mp.get_context("forkserver")
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
+
+
+class WorkerFailure(Exception):
+    """A run in which `rank` failed first; the message has its traceback and every worker's stack and output."""
+
+    def __init__(self, rank: int, message: str):
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run as the workers receive it."""
+
+    number: int
+    work: bytes  # (function, args, kwargs), to be opened once `sys.path` is the caller's
+    init: bool
+    environment: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of a call in one worker: a pickled result, or an error."""
+
+    result: bytes = b""
+    error: str = ""
+    trace: str = ""
+    failed_at: float = 0.0  # by `time.monotonic`, one clock for all processes of a machine
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: Any
+    connection: Connection
+    log: Path
+    stack: Path
+
+    def reply(self) -> Reply | None:
+        died = not self.process.is_alive()  # asked first: a worker that replies and then dies has replied
+        try:
+            if self.connection.poll():
+                return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(GRACE_SECONDS)
+            died = True
+        # Failed at 0, before any error: peers see a death as a lost connection, often before the pool sees it.
+        return Reply(error=f"died (exit code {self.process.exitcode})") if died else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it started itself, such as data loader workers
+        self.process.join()
+        self.connection.close()
+
+
+class Pool:
+    def __init__(self, size: int, scratch: Path | None = None):
+        """Modules imported from below `scratch` are forgotten after each run: another test may rewrite them."""
+        self.size = size
+        self.scratch = scratch
+        self.workers: list[Worker] = []
+        self._calls = 0
+        self._logs: str | None = None
+        self._store: dist.TCPStore | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, init: bool = True, **kwargs: Any):
+        """The results of `function(*args, **kwargs)`, by rank, after every rank has returned.
+
+        With `init=False` the function makes its own process group; `env://` finds a free port in the environment.
+        """
+        __tracebackhide__ = True
+        try:
+            work = pickle.dumps((function, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{function!r} or its arguments cannot be sent to the workers ({error}): "
+                "give a function defined at the top of a module, not a closure or lambda, and arguments that pickle"
+            ) from error
+        if not all(worker.process.is_alive() for worker in self.workers):
+            self.close()
+        try:
+            if not self.workers:
+                self._start()
+            self._calls += 1
+            environment = {
+                **os.environ,
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.size),
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(_free_port()),
+            }
+            self._send(Call(self._calls, work, init, environment, list(sys.path), str(Path.cwd())))
+            results = self._replies(timeout)
+            # Only when all have returned: a rank that left early would break its peers' last collective.
+            self._send(None)
+            self._replies(timeout)
+        except BaseException:  # a failure, Ctrl-C or pytest's own timeout: peers may sit in a collective for ever
+            self.close()
+            raise
+        return [pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """Ends the workers; a later run starts new ones."""
+        while self.workers:
+            self.workers.pop().kill()
+        self._store = None
+        if self._logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    def _start(self) -> None:
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        atexit.register(self.close)
+        self._logs = tempfile.mkdtemp(prefix="pool-", dir=self.scratch)
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            log, stack = (Path(self._logs, f"rank{rank}.{kind}") for kind in ("log", "stack"))
+            log.touch()
+            stack.touch()
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_work,
+                args=(rank, self.size, theirs, self._store.port, log, stack, self.scratch),
+                name=f"rank{rank}",
+                daemon=False,  # a daemon may not have children, so no data loader workers
+            )
+            process.start()
+            self.workers.append(Worker(process, ours, log, stack))
+            theirs.close()
+        self._replies(START_SECONDS)
+
+    def _send(self, message: Call | None) -> None:
+        data = pickle.dumps(message)
+        for worker in self.workers:
+            with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, among the replies
+                worker.connection.send_bytes(data)
+
+    def _replies(self, timeout: float) -> list[bytes]:
+        __tracebackhide__ = True
+        deadline = time.monotonic() + timeout
+        replies: dict[int, Reply] = {}
+        while (waiting := [r for r in range(self.size) if r not in replies]) and time.monotonic() < deadline:
+            workers = [self.workers[rank] for rank in waiting]
+            events = [w.connection for w in workers] + [w.process.sentinel for w in workers]
+            wait(events, max(0, deadline - time.monotonic()))
+            replies.update({rank: reply for rank in waiting if (reply := self.workers[rank].reply())})
+            if any(reply.error for reply in replies.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed := [rank for rank in replies if replies[rank].error]:
+            first = min(failed, key=lambda rank: replies[rank].failed_at)
+            raise self._failure(first, f"rank {first} {replies[first].error}\n{replies[first].trace}", replies)
+        if waiting:
+            ranks = ", ".join(map(str, waiting))
+            raise self._failure(waiting[0], f"rank {ranks} of {self.size} did not finish in {timeout:g} s", replies)
+        return [replies[rank].result for rank in range(self.size)]
+
+    def _failure(self, first: int, what: str, replies: dict[int, Reply]) -> WorkerFailure:
+        alive = [worker for worker in self.workers if worker.process.is_alive()]
+        for worker in alive:
+            os.kill(worker.process.pid, STACK_SIGNAL)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and not all(worker.stack.stat().st_size for worker in alive):
+            time.sleep(0.01)
+        time.sleep(0.05)  # from the first line of a stack to its last
+        report = what.rstrip()
+        for rank, worker in enumerate(self.workers):
+            reply = replies.get(rank)
+            report += f"\n---- rank {rank}: {(reply.error or 'returned') if reply else 'still running'}\n"
+            report += reply.trace if reply and rank != first else ""
+            report += OWN_FRAMES.sub("", worker.stack.read_text()).rstrip() or "no stack"
+            if output := worker.log.read_text(errors="replace").rstrip():
+                report += f"\noutput of rank {rank}:\n{output[-TAIL_CHARACTERS:]}"
+        return WorkerFailure(first, report)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def _work(rank: int, size: int, connection: Connection, port: int, log: Path, stack: Path, scratch: Path | None):
+    """A worker's life: a call, a reply; `None` ends a run."""
+    os.setsid()  # Ctrl-C is for pytest alone, and one signal reaches all that this worker starts
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
+    with log.open("ab", buffering=0) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    faulthandler.register(STACK_SIGNAL, file=stack.open("a"), all_threads=True)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    gc.freeze()  # what the fork server imported; collecting after each run is then cheap
+    _reset(scratch)
+    connection.send_bytes(pickle.dumps(Reply()))
+    while True:
+        try:
+            call = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            reply = Reply(_execute(call, rank, size, store) if call else _reset(scratch))
+        except BaseException as error:  # SystemExit, and torch's CheckpointException, are not Exceptions
+            trace = "".join(traceback.format_exception(error))
+            reply = Reply(error=f"raised {type(error).__name__}: {error}", trace=trace, failed_at=time.monotonic())
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def _end_with_pytest() -> None:
+    """Also from inside a collective: the pipe closes however pytest ends. PR_SET_PDEATHSIG cannot serve: the parent
+    here is the fork server, which lives as long as any worker does."""
+    os.read(mp.parent_process().sentinel, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _execute(call: Call, rank: int, size: int, store: dist.Store) -> bytes:
+    os.ftruncate(1, 0)
+    os.chdir(call.folder)
+    os.environ.clear()
+    os.environ.update(call.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.path[:] = call.path
+    importlib.invalidate_caches()
+    function, args, kwargs = pickle.loads(call.work)
+    if call.init:
+        prefixed = dist.PrefixStore(f"run{call.number}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
+    return pickle.dumps(function(*args, **kwargs))
+
+
+def _reset(scratch: Path | None) -> bytes:
+    """Leaves nothing of a run for the next."""
+    from torch.distributed.tensor import debug  # slow to import, and only workers need it
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # DTensor remembers results by layout, with a mesh whose groups it finds by name: names of an earlier run.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.compiler.reset()
+    if scratch:
+        below = f"{scratch}{os.sep}"
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(below):
+                del sys.modules[name]
+    gc.collect()
+    return b""
