@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench clean help
+.PHONY: demo test test-slow test-gpu lint bench clean help
 
 help:
 	@echo "make demo       train a small language model here and now"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that take minutes (compilers)"
+	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
 	@echo "make bench      what the training loop costs, beside its peers"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
@@ -20,6 +21,9 @@ test: .venv/.ready-dev lint
 
 test-slow: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu: .venv/.ready-dev
+	$(BIN)/python -m pytest -m "gpu"
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .

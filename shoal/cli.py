@@ -64,8 +64,8 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     world = World.from_environment()
     with among_others(run, world) if world.size > 1 else nullcontext():
         outcome = train_run(run)
-    if world.rank == 0:
-        _tell(outcome, config, overrides or [])
+        if world.rank == 0:
+            _tell(outcome, config, overrides or [])
     if outcome.stopped_by:
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -81,13 +81,38 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
     print(run.to_yaml(derived_values(derive_batches(run.config.training, ranks)[0], ranks)), end="")
 
 
+@app.command()
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    procs: Annotated[int, typer.Option(help="Processes for the layouts that need several.")] = 2,
+    strategies: Annotated[str, typer.Option(help="Which layouts, with commas between; all unless given.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps to train in each.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Prove that the layouts compute the same training, and do their work, on this config."""
+    import json
+
+    from shoal.config import load_run
+    from shoal.verify import print_verdict, prove
+
+    layouts = [name for name in strategies.split(",") if name] or None
+    told = (lambda verdict: None) if as_json else print_verdict
+    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=told)
+    if as_json:
+        print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
+    if not all(verdict.passed for verdict in verdicts):
+        raise typer.Exit(1)
+
+
 def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
     """The last words of a run: how it went and what can be done with it."""
     again = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
-        print("go on with  ", shlex.join([*again, *overrides]))
+        print("go on with  ", shlex.join([*again, *overrides]), flush=True)
         return
     if outcome.preview:
         print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")

@@ -39,14 +39,10 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", [c for c in commands() if "configs/" in c])
 def test_commands_in_the_docs_run(command: str, tmp_path: Path) -> None:
     words = shlex.split(command)
-    if words[1] == "train":
-        small = [
-            "training.max_steps=2",
-            "training.batch_size=2",
-            "training.global_batch_size=2",
-            "dataset.seq_length=32",
-        ]
-        words += [*small, "training.eval_batches=1", f"experiment.output_dir={tmp_path}/run"]
+    if words[1] in ("train", "verify"):
+        sizes = ["training.batch_size=2", "training.global_batch_size=4", "dataset.seq_length=32"]
+        ends = ["training.max_steps=2", "training.eval_batches=1", f"experiment.output_dir={tmp_path}/run"]
+        words += [*sizes, *ends]
     result = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
 

@@ -16,8 +16,9 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": BASE | {"config"},
     "models": set(),
     "recipes": BASE | {"models", "data"},
-    "strategies": BASE | {"config", "parallel"},
+    "strategies": BASE | {"checkpoint", "config", "parallel"},
     "launch": BASE | {"checkpoint", "config", "parallel"},
+    "verify": BASE | {"config", "data", "launch", "parallel", "strategies", "training"},
     "training": BASE | {"config", "data", "observe", "checkpoint", "parallel", "strategies"},
 }
 

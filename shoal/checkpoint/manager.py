@@ -97,7 +97,11 @@ def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], No
         raise UserError(f"checkpoint.resume = {resume!r} cannot be used: {damage}") from None
 
 
-def check_same_model(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> None:
+def check_same_model(
+    checkpoint: Checkpoint,
+    shapes: dict[str, list[int]],
+    advice: str = "choose another experiment.output_dir or checkpoint.resume",
+) -> None:
     """Refuses a checkpoint of another architecture, naming the first tensors that differ."""
     theirs = checkpoint.shapes
     differences = [
@@ -108,8 +112,7 @@ def check_same_model(checkpoint: Checkpoint, shapes: dict[str, list[int]]) -> No
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise UserError(
-            f"{checkpoint.folder} is a checkpoint of another model: {'; '.join(differences[:3])}{more}; "
-            "choose another experiment.output_dir or checkpoint.resume"
+            f"{checkpoint.folder} is a checkpoint of another model: {'; '.join(differences[:3])}{more}; {advice}"
         )
 
 

@@ -43,10 +43,10 @@ def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_
             f"training.batch_size {batch} × gradient_accumulation {accumulation} × {data_size} data-parallel "
             f"= {batch * accumulation * data_size}, but training.global_batch_size is {total}; leave one of them out"
         )
-    if batch * data_size > total:
+    if batch > ceil(total / data_size):
         raise UserError(
             f"training.batch_size {batch} × {data_size} data-parallel = {batch * data_size} is more than "
-            f"training.global_batch_size {total}; lower batch_size to {max(1, total // data_size)}"
+            f"training.global_batch_size {total}; lower batch_size to {ceil(total / data_size)}"
         )
     return BatchPhase(epoch, total, batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -29,6 +30,11 @@ class _Item:
     def pin_memory(self) -> _Item:
         """Also called by torch's own loader, in a thread."""
         return replace(self, micro_batch=replace(self.micro_batch, data=_pin(self.micro_batch.data)))
+
+
+def _leave_process_group(worker: int) -> None:
+    """Ctrl-C, and launchers, signal a whole group: the process that trains then needs its workers to the end."""
+    os.setpgid(0, 0)
 
 
 @dataclass
@@ -139,6 +145,7 @@ class Loader:
                 persistent_workers=persistent_workers,
                 prefetch_factor=prefetch,
                 generator=torch.Generator(),  # its own, or starting workers would advance the global one
+                worker_init_fn=_leave_process_group,
             )
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
+from shoal.checkpoint import CheckpointManager
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.parallel.world import World
+from shoal.parallel.world import World, attempt, peers_are_lost
+
+LAUNCHER = "SHOAL_LAUNCHER"
+"""The variable in which shoal's own launcher tells its process id."""
+
+LOST_PEERS = 75
+"""Exit code of a worker that failed only because another did."""
+
+ENDING = "ending"
+"""On the board: the exit code of a run that would only fail again."""
 
 
-@dataclass(frozen=True)
-class WorkerError:
-    rank: int
-    by_user: bool
-    text: str
-
-
-def log_folder(run: Run) -> Path:
-    return Path(run.config.output_dir) / "logs"
+def log_path(run: Run, rank: int) -> Path:
+    return Path(run.config.output_dir) / "logs" / f"rank_{rank}.log"
 
 
 @contextmanager
@@ -35,54 +39,61 @@ def among_others(run: Run, world: World) -> Iterator[None]:
 
     The process ends here if there was one: its peers may hang in a collective, and taking leave of them would too.
     """
-    folder = log_folder(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"experiment.output_dir = {run.config.output_dir!r} cannot be written: {error.strerror}"
-        ) from None
-    _end_with_parent()
+    _end_with_launcher()
+    if world.board.check([ENDING]):
+        os._exit(int(world.board.get(ENDING)))
+    path, manager = log_path(run, world.rank), CheckpointManager(run.config.output_dir)
+    saved_before = manager.steps()
     terminal = os.dup(2)
-    with (folder / f"rank_{world.rank}.log").open("a", buffering=1) as log:
-        if world.rank > 0:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        try:
+    try:
+        with _log(path, run) as log:
+            if world.rank > 0:
+                os.dup2(log, 1)
+                os.dup2(log, 2)
             yield
-        except Exception as error:
-            by_user = isinstance(error, UserError)
-            show_traceback = not by_user or "--debug" in sys.argv
-            text = traceback.format_exc() if show_traceback else f"shoal: error: {error}\n"
-            log.write(text)
-            if _is_first(folder, WorkerError(world.rank, by_user, text)):
-                header = "" if by_user else f"shoal: rank {world.rank} failed\n"
-                os.write(terminal, (header + text).encode())
-            sys.stdout.flush()
-            os._exit(2 if by_user else 1)
+            _leave_after_rank_0(world)
+    except Exception as error:
+        by_user = isinstance(error, UserError)
+        show_traceback = not by_user or "--debug" in sys.argv
+        text = traceback.format_exc() if show_traceback else f"shoal: error: {error}\n"
+        with suppress(OSError), path.open("a") as file:
+            file.write(text)
+        if peers_are_lost(error):
+            os._exit(LOST_PEERS)
+        code = 2 if by_user else 1
+        if world.board.add(f"errors of {attempt()}", 1) == 1:
+            os.write(terminal, (text if by_user else f"shoal: rank {world.rank} failed\n{text}").encode())
+            if by_user or manager.steps() == saved_before:
+                world.board.set(ENDING, str(code))
+        sys.stdout.flush()
+        os._exit(code)
 
 
-def first_error(run: Run, run_id: str) -> WorkerError | None:
-    """What the first rank to fail in an attempt left, if it could."""
+@contextmanager
+def _log(path: Path, run: Run) -> Iterator[int]:
     try:
-        return WorkerError(**json.loads((log_folder(run) / f"error_{run_id}_0.json").read_text()))
-    except (OSError, ValueError):
-        return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        folder = run.config.output_dir
+        raise UserError(f"experiment.output_dir = {folder!r} cannot be written: {error.strerror}") from None
+    with file:
+        yield file.fileno()
 
 
-def _is_first(folder: Path, error: WorkerError) -> bool:
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        with (folder / f"error_{run_id}_{attempt}.json").open("x") as file:
-            json.dump(asdict(error), file)
-    except FileExistsError:
-        return False
-    return True
+def _leave_after_rank_0(world: World) -> None:
+    """A launcher ends all processes when the first leaves with a code, and rank 0 has to say goodbye."""
+    with suppress(dist.DistError):  # the board went with whoever kept it
+        if world.rank == 0:
+            world.store.set("rank 0 leaves", "")
+        else:
+            world.store.wait(["rank 0 leaves"], timedelta(minutes=1))
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
     """On Linux: a launcher that is killed takes its workers along, which save and leave on SIGTERM."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
+        os._exit(128 + signal.SIGTERM)  # it was killed before we asked to be told

@@ -24,11 +24,18 @@ _REDRAW_SECONDS = 0.25
 class Console:
     """`first_step` is the last step done before this process started: 0, or the step resumed from.
 
-    `off` prints nothing at all: it is also what the other ranks use.
+    `off` prints nothing at all: it is also what the other ranks use. `copy` gets every line, plain, whatever the mode.
     """
 
-    def __init__(self, mode: ConsoleMode, first_step: int, total_steps: int, file: TextIO | None = None):
-        self._file = file or sys.stdout
+    def __init__(
+        self,
+        mode: ConsoleMode,
+        first_step: int,
+        total_steps: int,
+        file: TextIO | None = None,
+        copy: TextIO | None = None,
+    ):
+        self._file, self._copy = file or sys.stdout, copy
         if mode == "auto":
             terminal = self._file.isatty() and os.environ.get("TERM") != "dumb"
             mode = "rich" if terminal else "plain"
@@ -59,14 +66,18 @@ class Console:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         self._shown.update(metrics)
-        if self._live and all(name.startswith("train/") for name in metrics):
-            return  # the bar shows them; only evaluations and the like get a line of their own
         fields = [f"step {step}/{self._total_steps}", *(_format(name, value) for name, value in metrics.items())]
         if (left := self._seconds_left()) is not None:
             fields.append(f"eta {_clock_time(left)}")
-        self.line("  ".join(fields))
+        on_the_bar = all(name.startswith("train/") for name in metrics)  # evaluations and the like get a line
+        self.line("  ".join(fields), shown=on_the_bar and self._live is not None)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, shown: bool = False) -> None:
+        """`shown`: the person sees it already, so that only the copy gets it."""
+        if self._copy:
+            print(text, file=self._copy, flush=True)
+        if shown:
+            return
         if self._live:
             self._terminal.print(text, markup=False, highlight=False)
         elif self._mode == "plain":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.types import MicroBatch
 
@@ -18,10 +18,10 @@ class Desync(RuntimeError):
     """Ranks that should agree do not."""
 
 
-def check_replicas(model: nn.Module) -> None:
-    """Compares each parameter's hash over ranks; names the first rank and tensor that differ."""
-    names = [name for name, _ in model.named_parameters()]
-    own = torch.stack([_hash(parameter) for parameter in model.parameters()])
+def check_replicas(named: Mapping[str, Tensor]) -> None:
+    """Compares a hash of each tensor over ranks; names the first rank and tensor that differ."""
+    names = list(named)
+    own = torch.stack([_hash(tensor) for tensor in named.values()])
     told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(told, own)
     for rank, hashes in enumerate(told):
@@ -48,7 +48,6 @@ def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[
         raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {len(missing) - 1} others of this step")
 
 
-def _hash(parameter: Tensor) -> Tensor:
+def _hash(tensor: Tensor) -> Tensor:
     """The sum of the bits, read as integers: one pass, no copy."""
-    bits = parameter.detach().view(_INTEGERS[parameter.element_size()])
-    return bits.sum(dtype=torch.int64)
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

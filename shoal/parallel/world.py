@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from shoal.errors import UserError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class World:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
         """One process if none of the variables that make a rank is set; a mistake if only some are."""
-        if "RANK" not in environment and "LOCAL_RANK" not in environment:
+        if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
             return cls()
         missing = [name for name in _NEEDED if name not in environment]
         if missing:
@@ -40,7 +42,7 @@ class World:
                 "start the processes by `torchrun` or by launch.procs_per_node, or unset all of them"
             )
         numbers = {}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
             if not environment[name].isdigit():
                 raise UserError(f"the environment says {name}={environment[name]!r}, which is not a number")
             numbers[name] = int(environment[name])
@@ -53,8 +55,10 @@ class World:
         """Makes the process group, unless somebody has."""
         if dist.is_initialized():
             return
-        if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: listen on loopback only
+        if self._on_one_machine:  # which nobody else is to reach
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         dist.init_process_group(
             backend,
             store=self.store,
@@ -64,16 +68,27 @@ class World:
             device_id=device if "nccl" in backend else None,
         )
 
+    @property
+    def _on_one_machine(self) -> bool:
+        """Both are needed: some clusters tell the first of several machines that it is itself `localhost`."""
+        return self.size == self.local_size and os.environ["MASTER_ADDR"] in _LOOPBACK
+
+    @cached_property
+    def board(self) -> Any:
+        """A store where the processes leave word for each other, and for their launcher if that keeps it."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.rank == 0 and not launcher_keeps_it:
+            return _kept_board(address, port, self._on_one_machine)
+        return find_board(address, port)
+
     @cached_property
     def store(self) -> Any:
-        """What the processes share before there is a group.
+        """The board with names of its own for every attempt of a launcher.
 
-        Every attempt of an elastic launcher gets names of its own in it: the first restart would otherwise read the
-        addresses of the dead.
+        The first restart would otherwise read the addresses of the dead.
         """
-        store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(attempt(), self.board)  # type: ignore[attr-defined]
 
     def once_per_node(self, task: Callable[[], None]) -> None:
         """Runs `task` in one process of each machine while the others wait, however long it takes."""
@@ -90,6 +105,58 @@ class World:
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def attempt() -> str:
+    """Names this start of the processes: launchers that repair a run count them."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}, start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+@cache  # a process has one at an address, however often it asks
+def _kept_board(address: str, port: int, loopback_only: bool) -> Any:
+    return keep_board(address, port, loopback_only)
+
+
+def keep_board(address: str, port: int, loopback_only: bool) -> Any:
+    """Opens a store to others; port 0 takes a free one. Left to itself torch would listen on every interface."""
+    try:
+        if loopback_only:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family)
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port} cannot be used on this machine: {error.strerror}; choose another"
+        ) from None
+    # Multi-tenant: torch's own launcher, in the same process, then takes this one instead of making another.
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_board(address: str, port: int, timeout_seconds: float = 300) -> Any:
+    """The store that another process keeps, waiting for it to come up."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "pair closure")
+_LOST_IN_NCCL = "remote process exited or there was a network error"
+
+
+def peers_are_lost(error: BaseException) -> bool:
+    """Whether an error says no more than that other processes are gone, which is never the cause."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in (*_LOST, _LOST_IN_NCCL))
 
 
 def choose_backend(wanted: str, device: torch.device, world: World) -> str:
@@ -114,13 +181,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def port_is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from shoal.checkpoint.manager import check_same_model
+from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.errors import UserError
 from shoal.parallel.compile import apply_compile
 from shoal.parallel.loss_scale import LossScale
@@ -22,7 +25,15 @@ from shoal.parallel.precision import autocast, check_precision
 from shoal.parallel.weights import materialise
 from shoal.parallel.world import World, choose_backend
 from shoal.seeding import SampleRng, mix
-from shoal.strategies.state import collect_state, restore_state
+from shoal.strategies.state import (
+    check_jsonable,
+    check_same_optimizer,
+    collect_state,
+    optimizer_settings,
+    restore_settings,
+    restore_state,
+)
+from shoal.torch_private import uncompiled
 from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState
 
 
@@ -138,19 +149,24 @@ class DistributedStrategy:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
 
         Fused optimizers do all of it inside their one kernel, through the two tensors that torch's GradScaler also
-        sets, and the host does not wait to know.
+        sets, and the host does not wait to know. Others are given divided gradients, and the host waits.
         """
-        norm = get_total_norm(
-            [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        )
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = get_total_norm(gradients)
         if self.loss_scale:
             norm = norm / self.loss_scale.scale
         skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
         divisor = (norm / max_norm).clamp_(min=1) if max_norm else None
         if self.loss_scale:
             divisor = self.loss_scale.scale * (1 if divisor is None else divisor)
-        optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
-        optimizer.step()
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+        elif not skipped:
+            for gradient in gradients if divisor is not None else ():
+                gradient.div_(divisor)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.loss_scale:
             self.loss_scale.update(skipped)
@@ -202,6 +218,8 @@ class DistributedStrategy:
 
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The sum, mean or max over all data-parallel ranks, on every one of them."""
+        if op not in ("sum", "mean", "max"):
+            raise UserError(f"reduce(op={op!r}): use sum, mean or max")
         if self.data_size == 1:
             return tensor
         tensor = tensor.clone()
@@ -231,6 +249,45 @@ class DistributedStrategy:
         if isinstance(batch, list | tuple):
             return type(batch)(self.to_device(value) for value in batch)
         return batch
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The plain model inside what `wrap_model` and torch.compile put around it."""
+        return uncompiled(model)
+
+    def save_checkpoint(self, path: str | Path, model: nn.Module, optimizer: Optimizer, **state: Any) -> None:
+        """Writes the folder `path`, there whole or not at all. All ranks call it; `state` is what JSON can hold."""
+        path = Path(path)
+        check_jsonable("state", state)
+        occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
+        if self.highest(occupied):  # a save replaces what is there
+            raise UserError(f"save_checkpoint: {path} exists and is no checkpoint; name another folder")
+        layout = {"strategy": self.name, "world_size": self.world_size, "data_size": self.data_size}
+        about = {"layout": layout, "optimizer": optimizer_settings(optimizer)}
+        write_checkpoint(path, self.state(self.unwrap(model), optimizer), state, about)
+
+    def load_checkpoint(self, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Puts back weights, moments, learning rates and the like, saved on any layout; returns the `state` given then.
+
+        Raises UserError if it is of another model or optimizer, DamagedCheckpoint if any rank cannot read it.
+        """
+        path, plain = Path(path), self.unwrap(model)
+        problem: Exception | None = None
+        if not self.highest(path.is_dir()):
+            raise UserError(f"load_checkpoint: there is no folder {path}")
+        try:
+            checkpoint = open_checkpoint(path)
+            settings = checkpoint.manifest.get("optimizer")  # a run of the trainer has its config instead
+            shapes = {name: [*tensor.shape] for name, tensor in self.state(plain, optimizer).model.items()}
+            check_same_model(checkpoint, shapes, "build the model it was saved from")
+            check_same_optimizer(optimizer, settings, path)
+            loaded = checkpoint.read()
+        except (DamagedCheckpoint, UserError) as error:
+            problem = error
+        if self.highest(problem is not None):  # all ranks go on or none does
+            raise problem or DamagedCheckpoint(f"{path}: another rank cannot read it")
+        self.load_state(plain, optimizer, loaded)
+        restore_settings(optimizer, settings)
+        return checkpoint.trainer
 
     # Between them
 

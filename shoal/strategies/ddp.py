@@ -12,12 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.errors import UserError
 from shoal.strategies.base import DistributedStrategy, Objective
+from shoal.torch_private import uncompiled
 from shoal.types import MicroBatch, StepOutput
 
 # The newer name since torch 2.13, where the old one warns.
 _NAMES = signature(DistributedDataParallel).parameters
 _BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
+_UNUSED = ("Expected to have finished reduction", "training graph has changed")
+"""How DDP says that a gradient never came."""
 
 
 class DDPStrategy(DistributedStrategy):
@@ -58,6 +63,7 @@ class DDPStrategy(DistributedStrategy):
         return DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **self.options)
 
     def prepare(self, *args: Any) -> Any:
+        self._warm = False
         prepared = super().prepare(*args)
         if isinstance(self.engine, DistributedDataParallel):
             self.engine.register_comm_hook(None, _sum_over_ranks)
@@ -66,14 +72,31 @@ class DDPStrategy(DistributedStrategy):
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
-        if not self._warm:
-            self._warm_up(model, micro_batches[0], recipe)
-        return super().forward_backward(model, micro_batches, recipe, step)
+        try:
+            if not self._warm:
+                self._warm_up(model, micro_batches[0], recipe)
+            return super().forward_backward(model, micro_batches, recipe, step)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _UNUSED):
+                raise
+            if self.options["static_graph"]:
+                advice = "distributed.ddp.static_graph = true, but not every step uses the same ones; set it to false"
+            else:
+                advice = "set distributed.ddp.find_unused_parameters to true, or freeze or remove them"
+            raise UserError(f"some parameters took no part in the loss, and DDP waits for them; {advice}") from error
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        model = uncompiled(model)
+        if self.options["static_graph"] and not self._warm:  # in a first step by hand, as `_warm_up` explains
+            self._warm = last
+            return nullcontext()
         if last or not isinstance(model, DistributedDataParallel):
             return nullcontext()
         return model.no_sync()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = super().unwrap(model)
+        return super().unwrap(model.module) if isinstance(model, DistributedDataParallel) else model
 
     def _warm_up(self, model: nn.Module, micro: MicroBatch, recipe: Objective) -> None:
         """Backs once, or twice for a static graph, through nothing.

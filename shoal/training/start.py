@@ -34,18 +34,16 @@ class Progress:
 
 
 def check_world(run: Run, world: World) -> None:
-    """Refuses processes that an outer launcher started otherwise than the config says."""
+    """Refuses processes that were started otherwise than the config says."""
     launch = run.config.launch
-    if world.size > 1 and "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
+    if "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
         raise UserError(
-            f"launch.procs_per_node = {launch.procs_per_node}, but the launcher started {world.local_size} processes "
-            "on this machine; leave the key out or make them agree"
+            f"launch.procs_per_node = {launch.procs_per_node}, but this machine runs {world.local_size}: start them by "
+            "`shoal train`, leave the key out or make them agree"
         )
-    if world.size > 1 and "launch.nodes" in run.sources and launch.processes != world.size:
-        raise UserError(
-            f"launch.nodes {launch.nodes} × procs_per_node {launch.procs_per_node} = {launch.processes}, but "
-            f"{world.size} processes were started; leave the keys out or make them agree"
-        )
+    nodes = world.size // world.local_size
+    if "launch.nodes" in run.sources and launch.nodes != nodes:
+        raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; leave the key out or make them agree")
 
 
 def open_run_folder(run: Run, strategy: DistributedStrategy) -> None:
@@ -55,6 +53,7 @@ def open_run_folder(run: Run, strategy: DistributedStrategy) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if strategy.is_main_process:
+            (folder / "logs").mkdir(exist_ok=True)
             (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
     except OSError as error:
         raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
@@ -72,6 +71,10 @@ def restore(
     allowed = run.config.checkpoint.allow_changed
     for checkpoint in find_start(run.config.checkpoint.resume, manager, warn):
         shapes = {name: [*tensor.shape] for name, tensor in strategy.state(model, optimizer).model.items()}
+        if "config" not in checkpoint.manifest:
+            raise UserError(
+                f"{checkpoint.folder} was saved by a loop of its own; load it with strategy.load_checkpoint"
+            )
         check_same_model(checkpoint, shapes)
         check_same_run(checkpoint, run.tree(), allowed)
         batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM while entered; the second one acts as if we were not here."""
+    """Set by the first SIGINT or SIGTERM while entered; a later one acts as if we were not here.
+
+    One within a second is the same wish: launchers, terminals and the kernel pass on what others pass on too.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.signal = 0
+        self._set_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -26,5 +31,8 @@ class StopFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        signal.signal(number, self._before[signal.Signals(number)])
+        if not self.signal:
+            self.signal, self._set_at = number, time.monotonic()
+        elif time.monotonic() > self._set_at + 1:
+            signal.signal(number, self._before[signal.Signals(number)])
+            signal.raise_signal(number)

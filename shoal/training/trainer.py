@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -89,6 +89,7 @@ class Trainer:
     evaluated_step: int | None = None
     flops_per_sample: float | None = None
     preview: str | None = None
+    stopped_by: int = 0
 
     def __init__(self, run: Run, strategy: DistributedStrategy, recipe: Any, stop: StopFlag, resources: ExitStack):
         self.run, self.config, self.strategy, self.recipe, self.stop = run, run.config, strategy, recipe, stop
@@ -143,13 +144,13 @@ class Trainer:
 
     def stopping(self) -> bool:
         """Whether any rank was asked to stop, which all of them then do after the same step."""
-        self.stop.signal = self.strategy.highest(self.stop.signal)
-        return self.stop.signal > 0
+        self.stopped_by = self.strategy.highest(self.stop.signal)  # the flag is this rank's own, set at any moment
+        return self.stopped_by > 0
 
     def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""
         if self.strategy.data_size > 1:
-            check_replicas(self.model)
+            check_replicas(dict(self.model.named_parameters()))
             check_samples(micro_batches, self.loader.last_step())
 
     def due(self, every: int | None) -> bool:
@@ -212,7 +213,7 @@ class Trainer:
         self.meter.restart_clock(self.loader)
 
     def finish(self) -> Outcome:
-        if not self.stop.signal and self.step not in (self.first_step, self.evaluated_step):
+        if not self.stopped_by and self.step not in (self.first_step, self.evaluated_step):
             self.evaluate()
         if self.saved_step != self.step:
             self.save()
@@ -221,7 +222,7 @@ class Trainer:
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
         return Outcome(
-            self.output_dir, self.first_step, self.step, self.total_steps, self.metrics, self.preview, self.stop.signal
+            self.output_dir, self.first_step, self.step, self.total_steps, self.metrics, self.preview, self.stopped_by
         )
 
     def _publish(self, metrics: dict[str, float]) -> None:
@@ -302,7 +303,10 @@ class Trainer:
             loggers = open_loggers(config.logging, self.output_dir, name, settings, self.step)
         self.loggers = resources.enter_context(closing(loggers))
         self.profiler = resources.enter_context(closing(Profiler(profile, self.output_dir)))
-        self.console = resources.enter_context(Console(mode, self.step, self.total_steps))
+        log: TextIO | None = None
+        if self.strategy.is_main_process and self.strategy.world_size > 1:  # the others write theirs whole
+            log = resources.enter_context((self.output_dir / "logs" / "rank_0.log").open("a"))
+        self.console = resources.enter_context(Console(mode, self.step, self.total_steps, copy=log))
         for warning in self.warnings:
             self.console.line(f"warning: {warning}")
 

@@ -82,6 +82,16 @@ def test_off_is_silent() -> None:
     assert file.getvalue() == ""
 
 
+def test_a_copy_gets_every_line_without_the_bar() -> None:
+    file, copy = io.StringIO(), io.StringIO()
+    with Console("rich", 0, 2, file=file, copy=copy) as console:
+        console.line("hello")
+        console.advance(1)
+        console.metrics(1, {"train/loss": 1.0})
+    assert copy.getvalue() == "hello\nstep 1/2  loss 1.0000\n"
+    assert "hello" in file.getvalue()
+
+
 def on_terminal(use: Callable[[io.TextIOWrapper], None]) -> str:
     """What `use` writes to a real pseudo-terminal, read as it comes: a full terminal blocks its writer."""
     reader, writer = pty.openpty()

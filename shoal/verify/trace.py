@@ -1,0 +1,167 @@
+"""What one layout computes in a few steps, and what it costs each rank. Runs inside the layout's processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.config import Run, derive_batches
+from shoal.config.schema import SGD
+from shoal.data import BatchSchedule, Loader
+from shoal.parallel.desync import Desync, check_replicas, check_samples
+from shoal.parallel.weights import build
+from shoal.strategies import from_config
+from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
+from shoal.training.optimizer import build_optimizer
+from shoal.types import MicroBatch, TrainState
+
+SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
+MAX_NORM = 1.0
+
+
+@dataclass
+class Trace:
+    """One rank's account. Tensors are whole, on the CPU, under the names of the plain model."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step."""
+    later_gradients: dict[str, Tensor] = field(default_factory=dict)
+    """From the reference's weights after the last step, on the batch after it."""
+    sgd_weights: dict[str, Tensor] = field(default_factory=dict)
+    adamw_weights: dict[str, Tensor] = field(default_factory=dict)
+    parameter_bytes: int = 0
+    flops: int = 0
+    """Of the matrix products in one step."""
+    collective_bytes: dict[str, int] = field(default_factory=dict)
+    """What one step exchanges, by kind of collective."""
+    desync: str = ""
+    mixing: list[str] = field(default_factory=list)
+    """Modules whose output for a sample depends on the others in its micro-batch."""
+
+
+def trace(run: Run, steps: int, shared: dict[str, Tensor] | None = None) -> Trace:
+    """Trains `steps` steps with SGD and again with AdamW, dropout off, and notes what happens.
+
+    `shared` are the weights for the later gradients; the reference goes on from its own.
+    """
+    tracer = _Tracer(run)
+    with tracer.strategy:
+        tracer.train_with_sgd(steps, shared)
+        tracer.train_with_adamw(steps)
+    return tracer.trace
+
+
+class _Tracer:
+    def __init__(self, run: Run):
+        self.run, self.trace = run, Trace()
+        self.strategy = from_config(run.config)
+        self.recipe = run.recipe_type(run.recipe_config)
+        self.strategy.world.once_per_node(self.recipe.prepare_data)
+
+    def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
+        self._prepare(SGD_TRAINING)
+        trace = self.trace
+        trace.start = self._weights()
+        trace.parameter_bytes = sum(_local(p).nbytes for p in self.model.parameters())
+        trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
+        with closing(self._loader()) as loader:
+            batches = iter(loader)
+            for step, micro_batches in enumerate(islice(batches, steps)):
+                loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
+                if step == 0:
+                    trace.gradients = self._gradients()
+                self._note_desync(micro_batches, loader)
+                trace.losses.append(loss)
+                trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
+            trace.sgd_weights = self._weights()
+            if shared is not None:
+                self.strategy.load_state(self.model, self.optimizer, TrainState(shared, {}))
+            self._forward_backward(next(batches), steps)
+            trace.later_gradients = self._gradients()
+
+    def train_with_adamw(self, steps: int) -> None:
+        self._prepare({})
+        with closing(self._loader()) as loader:
+            for step, micro_batches in enumerate(islice(loader, steps)):
+                self._forward_backward(micro_batches, step)
+                self.strategy.step(self.optimizer, MAX_NORM)
+        self.trace.adamw_weights = self._weights()
+
+    def _prepare(self, changes: dict[str, Any]) -> None:
+        training = self.run.config.training.model_copy(update=changes)
+        model, _ = build(self.recipe.build_model, self.recipe.weights(), self.run.config.experiment.seed)
+        for module in model.modules():
+            if isinstance(module, DROPOUT):
+                module.p = 0.0
+        plan = self.recipe.parallel_plan(model)
+        self.model, self.optimizer = self.strategy.prepare(
+            model, lambda model: build_optimizer(training, self.recipe.param_groups(model)), plan
+        )
+
+    def _loader(self) -> Loader:
+        rank, size = self.strategy.data_rank, self.strategy.data_size
+        batches = BatchSchedule(derive_batches(self.run.config.training, size))
+        seed = self.run.config.experiment.seed
+        return Loader(self.recipe.train_data(), self.recipe.collate, batches, seed=seed, data_rank=rank, data_size=size)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
+        if not counting:
+            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step).loss.item()
+        with CountCollectives() as collectives, FlopCounterMode(display=False) as flops:
+            output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+        self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
+        return output.loss.item()
+
+    def _note_desync(self, micro_batches: Sequence[MicroBatch], loader: Loader) -> None:
+        if self.strategy.data_size == 1 or self.trace.desync:
+            return
+        try:
+            check_samples(micro_batches, loader.last_step())
+            check_replicas({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+        except Desync as desync:
+            self.trace.desync = str(desync)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return _whole(self.strategy.state(self.model, self.optimizer).model)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return _whole({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+
+
+def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in named.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in full.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class CountCollectives(TorchDispatchMode):
+    """Adds up the bytes that each kind of collective is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.bytes[func.__name__.split(".")[0].rstrip("_")] += _nbytes(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0

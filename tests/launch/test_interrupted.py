@@ -1,0 +1,150 @@
+"""Processes that die, and runs that are told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+from launched import TORCHRUN, Launched, saved, tensors
+
+from shoal.checkpoint import find_latest_checkpoint
+from shoal.config import load_run
+from shoal.training import train
+
+TWO = "launch.procs_per_node=2"
+
+
+@pytest.fixture
+def slow_toy(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> ToyRun:
+    """A step takes a fifth of a second, so that there is a moment to interrupt it in."""
+    change_recipe('return {"x"', 'import time; time.sleep(0.05); return {"x"')
+    return toy
+
+
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).step
+
+
+def undisturbed(toy: ToyRun, pool: Any, *overrides: str) -> dict[str, bytes]:
+    """What the same run ends with if nobody interrupts it."""
+    output = f"experiment.output_dir={toy.folder}/whole"
+    step, *_ = pool.run(train_here, toy.config, [*overrides, output], init=False)
+    whole = tensors(toy.folder / "whole", step)
+    assert len(whole) >= 12  # four tensors in the model, and two moments each
+    return whole
+
+
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(slow_toy: ToyRun, pool2: Any) -> None:
+    with Launched(slow_toy, TWO) as run:
+        run.until(saved(slow_toy, 4))
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        run.until(saved(slow_toy, 6))
+        os.kill(run.ranks()[0], signal.SIGKILL)
+        assert run.wait(90) == 0, run.err
+        assert run.nothing_left()
+    lines = run.err.splitlines()
+    assert lines == [
+        "shoal: rank 1 was killed by SIGKILL; starting again from the last checkpoint (1 of 3)",
+        "shoal: rank 0 was killed by SIGKILL; starting again from the last checkpoint (2 of 3)",
+    ]
+    assert run.out.count("finished at step 10") == 1
+    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+    assert slow_toy.metrics() == slow_toy.metrics(output=slow_toy.folder / "whole")
+
+
+def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
+    with Launched(slow_toy, TWO, "launch.max_restarts=0") as run:
+        run.until(run.ranks)
+        os.kill(run.ranks()[0], signal.SIGKILL)  # before it has even imported torch
+        assert run.wait() == 1
+        assert run.nothing_left()
+    assert run.err == "shoal: rank 0 was killed by SIGKILL; giving up after 0 restarts\n"
+
+
+def test_torchruns_own_restart(slow_toy: ToyRun, pool2: Any) -> None:
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
+    with Launched(slow_toy, *TORCHRUN, *options) as run:
+        run.until(saved(slow_toy, 4))
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        assert run.wait(90) == 0, run.err
+    assert "Traceback" not in run.err
+    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+
+
+STOPS = {
+    "the launcher": lambda run, number: os.kill(run.process.pid, number),
+    "rank 0": lambda run, number: os.kill(run.ranks()[0], number),
+    "rank 1": lambda run, number: os.kill(run.ranks()[1], number),
+    "the terminal": lambda run, number: os.killpg(run.process.pid, number),
+}
+
+
+@pytest.mark.parametrize(
+    ("whom", "number", "workers"),
+    [
+        ("the launcher", signal.SIGTERM, 1),
+        ("rank 1", signal.SIGTERM, 0),
+        ("the terminal", signal.SIGINT, 0),
+        pytest.param("the launcher", signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param("rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param("rank 1", signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param("the terminal", signal.SIGINT, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: signal.Signals, workers: int) -> None:
+    options = ("training.max_steps=1000", "checkpoint.every=null", f"dataset.num_workers={workers}")
+    with Launched(slow_toy, TWO, *options) as run:
+        run.until((slow_toy.output / "report.txt").exists)
+        STOPS[whom](run, number)
+        assert run.wait(30) == 128 + number, run.err
+        assert run.nothing_left(8)  # torch's data loading workers look for their parent every five seconds
+    assert run.err == ""
+    latest = find_latest_checkpoint(slow_toy.output)
+    assert latest is not None
+    step = json.loads((latest / "trainer.json").read_text())["step"]
+    assert re.findall(r"stopped by (\w+) at step (\d+) of 1000; saved", run.out) == [(number.name, str(step))]
+
+
+def test_killing_the_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:
+    with Launched(slow_toy, TWO, "training.max_steps=1000", "checkpoint.every=null") as run:
+        run.until((slow_toy.output / "report.txt").exists)
+        run.process.kill()
+        assert run.nothing_left(10)
+    assert find_latest_checkpoint(slow_toy.output), "they saved first"
+
+
+@pytest.mark.slow
+def test_killing_the_launcher_early_leaves_no_orphans(slow_toy: ToyRun) -> None:
+    with Launched(slow_toy, TWO, "training.max_steps=1000") as run:
+        run.until(lambda: len(run.ranks()) == 2)
+        run.process.kill()
+        assert run.nothing_left(15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [2, 4])
+def test_ten_kills_at_random_moments(slow_toy: ToyRun, procs: int, request: pytest.FixtureRequest) -> None:
+    options = (f"launch.procs_per_node={procs}", "training.max_steps=60", "launch.max_restarts=10")
+    dice = random.Random(procs)
+    before: set[int] = set()
+    with Launched(slow_toy, *options) as run:
+        for _ in range(10):
+            run.until(lambda: len({*run.ranks().values()} - before) == procs)
+            time.sleep(dice.uniform(0, 4 + procs))
+            ranks = run.ranks()
+            before.update(ranks.values())
+            os.kill(ranks[dice.randrange(procs)], signal.SIGKILL)
+        assert run.wait(120) == 0, run.err
+        assert run.nothing_left()
+    assert run.err.count("was killed by SIGKILL; starting again") == len(run.err.splitlines()) == 10
+    pool = request.getfixturevalue(f"pool{procs}")
+    assert tensors(slow_toy.output, 60) == undisturbed(slow_toy, pool, *options)

@@ -1,0 +1,378 @@
+"""The small verbs: a loop written by hand computes on two processes what it computes on one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.checkpoint import DamagedCheckpoint
+from shoal.errors import UserError
+from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
+
+Pair = namedtuple("Pair", "a b")
+STEPS, ROWS = 4, 12
+
+
+class Net(nn.Module):
+    """With a branch that some batches do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
+        self.head, self.branch = nn.Linear(16, 1), nn.Linear(16, 1)
+        self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        self.seen += 1
+        hidden = self.body(x)
+        return self.head(hidden) + self.branch(hidden) if branch else self.head(hidden)
+
+
+def build() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 4, generator=generator), 3 * torch.randn(ROWS, 1, generator=generator)
+
+
+def take_steps(
+    strategy: DistributedStrategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    accumulation: int = 1,
+    max_norm: float | None = 0.5,
+    branch_on: tuple[int, ...] = (0, 1),
+) -> list[dict[str, Any]]:
+    """What each update saw: the gradients, and their norm."""
+    seen = []
+    for step in steps:
+        rows = [part.tensor_split(accumulation) for part in batch(step)]
+        for index, (x, y) in enumerate(zip(*rows, strict=True)):
+            x, y = (part.tensor_split(strategy.data_size)[strategy.data_rank] for part in (x, y))
+            with strategy.accumulate(model, last=index == accumulation - 1):
+                with strategy.autocast():
+                    loss = nn.functional.mse_loss(model(x, strategy.rank in branch_on), y)
+                strategy.backward(loss / accumulation)
+        plain = strategy.unwrap(model)
+        gradients = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+        seen.append({"gradients": gradients, "norm": strategy.step(optimizer, max_norm).grad_norm})
+    return seen
+
+
+def train(strategy: DistributedStrategy, accumulation: int = 1, **options: Any) -> dict[str, Any]:
+    with strategy:
+        model = strategy.wrap_model(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        seen = take_steps(strategy, model, optimizer, range(STEPS), accumulation, **options)
+        weights = {name: p.detach().clone() for name, p in strategy.unwrap(model).named_parameters()}
+        return {"seen": seen, "weights": weights, "kind": type(model).__name__}
+
+
+def train_ddp(accumulation: int, **options: Any) -> dict[str, Any]:
+    return train(DDPStrategy(device="cpu", **options), accumulation)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "options"),
+    [(1, {}), (3, {}), (3, {"static_graph": True}), (3, {"gradient_as_bucket_view": False})],
+    ids=str,
+)
+def test_ddp_equals_one_process_on_the_whole_batch(pool2, accumulation, options):
+    alone = train(SingleStrategy(device="cpu"))
+    for ranks in pool2.run(train_ddp, accumulation, **options):
+        assert (alone["kind"], ranks["kind"]) == ("Net", "DistributedDataParallel")
+        for mine, theirs in zip(alone["seen"], ranks["seen"], strict=True):
+            torch.testing.assert_close(theirs["gradients"], mine["gradients"], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(theirs["norm"], mine["norm"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(ranks["weights"], alone["weights"], rtol=1e-5, atol=1e-6)
+    assert max(update["norm"] for update in alone["seen"]) > 0.5, "nothing was clipped"
+
+
+def train_with_a_branch_on_one_rank() -> dict[str, Any]:
+    return train(DDPStrategy(device="cpu", find_unused_parameters=True), branch_on=(1,))
+
+
+def test_parameters_unused_on_one_rank(pool2):
+    first, second = pool2.run(train_with_a_branch_on_one_rank)
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert not torch.equal(first["weights"]["branch.weight"], build().branch.weight)
+
+
+def count_exchanges(compiled: bool) -> list[int]:
+    """How often a gradient bucket is sent in each of three steps of four micro-batches."""
+    counts: Counter[int] = Counter()
+    step = 0
+
+    def counting(state: Any, bucket):  # DDP refuses annotations that are strings
+        counts[step] += 1
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    with DDPStrategy(device="cpu") as strategy:
+        model = strategy.wrap_model(build())
+        model.register_comm_hook(None, counting)
+        if compiled:
+            model = torch.compile(model, backend="eager")
+        assert type(strategy.unwrap(model)) is Net
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):  # noqa: B007
+            take_steps(strategy, model, optimizer, range(1), accumulation=4)
+    return [counts[step] for step in range(3)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulation_exchanges_once(pool2, compiled):
+    assert pool2.run(count_exchanges, compiled) == [[1, 1, 1]] * 2
+
+
+def attributes() -> dict[str, Any]:
+    with DDPStrategy(device="cpu") as strategy:
+        strategy.barrier()
+        mine = torch.tensor([1.0 + strategy.rank, 5.0 - strategy.rank])
+        assert strategy.mesh is not None
+        return {
+            "who": (strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_main_process),
+            "data": (strategy.data_rank, strategy.data_size),
+            "device": strategy.device.type,
+            "mesh": strategy.mesh["dp_replicate"].size(),
+            "reduced": {op: strategy.reduce(mine, op).tolist() for op in ("sum", "mean", "max")},
+            "mine": mine.tolist(),
+            "highest": strategy.highest(10 * strategy.rank),
+        }
+
+
+@pytest.mark.parametrize("init", [True, False], ids=["in a group that is there", "in a group of its own"])
+def test_who_and_where(pool2, init):
+    for rank, told in enumerate(pool2.run(attributes, init=init)):
+        assert told == {
+            "who": (rank, 2, rank, rank == 0),
+            "data": (rank, 2),
+            "device": "cpu",
+            "mesh": 2,
+            "reduced": {"sum": [3, 9], "mean": [1.5, 4.5], "max": [2, 5]},
+            "mine": [1 + rank, 5 - rank],
+            "highest": 10,
+        }
+
+
+def test_one_process_has_the_same_verbs():
+    for strategy in (SingleStrategy(device="cpu"), DDPStrategy(device="cpu")):
+        with strategy:
+            assert (strategy.rank, strategy.world_size, strategy.data_size, strategy.is_main_process) == (0, 1, 1, True)
+            assert strategy.reduce(torch.tensor(3.0), "mean") == strategy.highest(3) == 3
+            strategy.barrier()
+            model = strategy.wrap_model(build())
+            assert strategy.unwrap(model) is model
+            model(batch(0)[0]).square().mean().backward()
+            norm = strategy.clip_grad_norm(model, 1e-3)
+            clipped = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+            assert norm > 1e-2
+            assert clipped.item() == pytest.approx(1e-3, rel=1e-2)
+            with pytest.raises(UserError, match="use sum, mean or max"):
+                strategy.reduce(torch.ones(()), "avg")
+
+
+def test_to_device_finds_tensors_however_nested():
+    strategy = SingleStrategy(device="cpu")
+    strategy.device = torch.device("meta")
+    t = torch.ones(2)
+    given = {"x": t, "list": [t, (t, 1)], "pair": Pair(t, {"deep": [t]}), "order": OrderedDict(a=t), "text": "kept"}
+    moved = strategy.to_device(given)
+    assert moved["text"] == "kept"
+    assert moved["list"][1][1] == 1
+    assert type(moved["pair"]) is Pair
+    assert type(moved["order"]) is OrderedDict
+    assert type(moved["list"][1]) is tuple
+    found = [moved["x"], moved["list"][0], moved["list"][1][0], moved["pair"].a, moved["pair"].b["deep"][0]]
+    assert all(tensor.is_meta for tensor in [*found, moved["order"]["a"]])
+    assert not t.is_meta
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_optimizers_that_are_not_fused_clip_and_skip_too(kind, precision):
+    """Against torch's own: scale, unscale, clip, step."""
+    strategy = SingleStrategy(device="cpu", mixed_precision=precision)
+    ours, theirs = build(), build()
+    optimizer, reference = kind(ours.parameters(), lr=0.1), kind(theirs.parameters(), lr=0.1)
+    for step in range(3):
+        x, y = batch(step)
+        strategy.backward(nn.functional.mse_loss(ours(x), y))
+        info = strategy.step(optimizer, max_norm=0.5)
+        nn.functional.mse_loss(theirs(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        assert not info.skipped
+        torch.testing.assert_close(info.grad_norm, norm)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)
+    strategy.backward(ours(batch(0)[0]).sum() * float("inf"))
+    assert strategy.step(optimizer, max_norm=0.5).skipped
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in ours.parameters())
+
+
+# Checkpoints
+
+
+def make(strategy: DistributedStrategy) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = strategy.wrap_model(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9), fused=True)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def train_between(path: str, first: int, last: int, kind: str) -> dict[str, Any]:
+    """Goes on from `<path>/<first>`, if it is not the start, to `<path>/<last>`."""
+    with DDPStrategy(device="cpu") if kind == "ddp" else SingleStrategy(device="cpu") as strategy:
+        model, optimizer, scheduler = make(strategy)
+        if first:
+            state = strategy.load_checkpoint(f"{path}/{first}", model, optimizer)
+            assert state["step"] == first
+            scheduler.load_state_dict(state["scheduler"])
+        for step in range(first, last):
+            take_steps(strategy, model, optimizer, range(step, step + 1))
+            scheduler.step()
+        state = {"step": last, "scheduler": scheduler.state_dict(), "note": ["ü", None, 0.1, True]}
+        strategy.save_checkpoint(f"{path}/{last}", model, optimizer, **state)
+        weights = {name: tensor.clone() for name, tensor in strategy.unwrap(model).state_dict().items()}
+        return {"weights": weights, "lr": optimizer.param_groups[0]["lr"]}
+
+
+@pytest.mark.parametrize(("first", "second"), [("single", "ddp"), ("ddp", "single"), ("ddp", "ddp")])
+def test_a_checkpoint_moves_between_one_process_and_two(pool2, tmp_path, first, second):
+    def run(folder: str, kind: str, start: int, end: int) -> dict[str, Any]:
+        where = str(tmp_path / folder)
+        if kind == "single":
+            return train_between(where, start, end, kind)
+        one, other = pool2.run(train_between, where, start, end, kind)
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+        return one
+
+    undisturbed = run("whole", "single", 0, 4)
+    run("parts", first, 0, 2)
+    resumed = run("parts", second, 2, 4)
+    torch.testing.assert_close(resumed["weights"], undisturbed["weights"], rtol=1e-4, atol=1e-5)
+    assert resumed["lr"] == undisturbed["lr"] == 0.05 / 16
+    manifest = json.loads((tmp_path / "parts/4/manifest.json").read_text())
+    names = {name.removeprefix("model/") for name in manifest["tensors"] if name.startswith("model/")}
+    assert names == set(build().state_dict())
+    assert json.loads((tmp_path / "parts/4/trainer.json").read_text())["note"] == ["ü", None, 0.1, True]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[SingleStrategy, Path]:
+    strategy, path = SingleStrategy(device="cpu"), tmp_path / "saved"
+    model, optimizer, _ = make(strategy)
+    take_steps(strategy, model, optimizer, range(1))
+    strategy.save_checkpoint(path, model, optimizer, step=1)
+    return strategy, path
+
+
+def test_another_model_or_optimizer_is_refused(saved):
+    strategy, path = saved
+    other = nn.Linear(2, 2)
+    before = other.weight.clone()
+    with pytest.raises(
+        UserError, match=r"checkpoint of another model: bias absent there, \[2\] here.*more\)"
+    ) as refusal:
+        strategy.load_checkpoint(path, other, torch.optim.SGD(other.parameters()))
+    assert "\n" not in str(refusal.value)
+    assert torch.equal(other.weight, before)
+    model = build()
+    with pytest.raises(UserError, match="AdamW in 1 parameter groups, but this is SGD in 1"):
+        strategy.load_checkpoint(path, model, torch.optim.SGD(model.parameters()))
+    halves = [{"params": model.body.parameters()}, {"params": model.head.parameters()}]
+    with pytest.raises(UserError, match="but this is AdamW in 2"):
+        strategy.load_checkpoint(path, model, torch.optim.AdamW(halves))
+    torch.testing.assert_close(model.state_dict(), build().state_dict(), rtol=0, atol=0)
+    with pytest.raises(UserError, match="there is no folder"):
+        strategy.load_checkpoint(path / "nowhere", model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_damaged_checkpoint_is_refused(saved):
+    strategy, path = saved
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    model, optimizer, _ = make(strategy)
+    with pytest.raises(DamagedCheckpoint, match="does not match its digest"):
+        strategy.load_checkpoint(path, model, optimizer)
+    torch.testing.assert_close(model.state_dict(), build().state_dict(), rtol=0, atol=0)
+
+
+def test_only_a_checkpoint_is_replaced(saved, tmp_path):
+    strategy, path = saved
+    model, optimizer, _ = make(strategy)
+    strategy.save_checkpoint(path, model, optimizer, step=2)
+    assert strategy.load_checkpoint(path, model, optimizer) == {"step": 2}
+    thesis = tmp_path / "folder" / "thesis.tex"
+    thesis.parent.mkdir()
+    strategy.save_checkpoint(thesis.parent, model, optimizer)  # an empty one is nobody's
+    thesis.parent.rename(tmp_path / "moved")
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for occupied in (thesis.parent, thesis):
+        with pytest.raises(UserError, match="exists and is no checkpoint"):
+            strategy.save_checkpoint(occupied, model, optimizer)
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"best": torch.ones(1)}, r"state\['best'\] is a Tensor.*\.item\(\)"),
+        ({"scheduler": {"milestones": {3: 1}}}, r"state\['scheduler'\]\['milestones'\] has the key 3"),
+        ({"list": [0, {1}]}, r"state\['list'\]\[1\] is a set"),
+    ],
+)
+def test_state_that_would_not_come_back_is_refused(saved, tmp_path, state, message):
+    strategy, _ = saved
+    model, optimizer, _ = make(strategy)
+    with pytest.raises(UserError, match=message):
+        strategy.save_checkpoint(tmp_path / "new", model, optimizer, **state)
+    assert not (tmp_path / "new").exists()
+
+
+def load_on_two(path: str) -> str:
+    """Rank 1 alone sees a broken file."""
+    with DDPStrategy(device="cpu") as strategy:
+        model, optimizer, _ = make(strategy)
+        where = Path(path) if strategy.rank == 0 else Path(path, "elsewhere")
+        try:
+            strategy.load_checkpoint(where, model, optimizer)
+        except DamagedCheckpoint as damage:
+            return str(damage)
+        return "loaded"
+
+
+def test_what_one_rank_cannot_read_no_rank_loads(pool2, saved):
+    first, second = pool2.run(load_on_two, str(saved[1]))
+    assert "another rank cannot read it" in first
+    assert "elsewhere" in second
+
+
+def test_a_checkpoint_of_the_trainer_opens_in_a_loop_by_hand(toy):
+    from shoal.config import load_run
+
+    toy.train()
+    run = load_run(toy.config, ())
+    recipe = run.recipe_type(run.recipe_config)
+    strategy = SingleStrategy(device="cpu")
+    model = strategy.wrap_model(recipe.build_model())
+    optimizer = torch.optim.AdamW(recipe.param_groups(model), fused=True)
+    path = toy.output / "checkpoints" / "step_00000010"
+    assert strategy.load_checkpoint(path, model, optimizer) == {"step": 10, "samples": 40, "skipped_steps": 0}
+    stored = load_file(path / "model.safetensors")
+    torch.testing.assert_close(model.state_dict(), stored, rtol=0, atol=0, check_device=False)
+    assert all(optimizer.state[p]["step"] == 10 for p in model.parameters())

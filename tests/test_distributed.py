@@ -1,0 +1,227 @@
+"""The plain functions, and the page that says which replaces what."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_docs import blocks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal.distributed as plain
+from shoal.errors import UserError
+from shoal.strategies import DDPStrategy
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "plain_pytorch.md"
+
+
+def run_python(folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, input=typed, capture_output=True, text=True, timeout=120)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3) * (1 + plain.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_functions(folder: str) -> dict[str, Any]:
+    before = plain.get_rank(), plain.get_world_size(), plain.is_main_process()
+    strategy = plain.setup_distributed(device="cpu")
+    assert before == (strategy.rank, strategy.world_size, strategy.is_main_process)
+    plain.seed_everything(plain.get_rank())  # DDP sends rank 0's weights
+    model = plain.wrap_model_ddp(nn.Linear(3, 1), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert plain.auto_resume(folder, model, optimizer) == {}
+    for step in (1, 2):
+        take_step(model, optimizer)
+        plain.save_checkpoint_distributed(plain.checkpoint_path(folder, step), model, optimizer, step=step)
+    weight = plain._running().unwrap(model).weight
+    last = weight.tolist()
+    first = plain.load_checkpoint_distributed(plain.checkpoint_path(folder, 1), model, optimizer)
+    assert weight.tolist() != last
+    assert plain.auto_resume(folder, model, optimizer) == {"step": 2}
+    assert weight.tolist() == last
+    kind, options = type(model), getattr(model, "find_unused_parameters", None)
+    plain.cleanup_distributed()
+    plain.cleanup_distributed()
+    return {"rank": before[0], "size": before[1], "last": last, "first": first, "kind": kind, "options": options}
+
+
+def test_a_script_of_plain_functions(pool2, tmp_path):
+    one, other = pool2.run(by_functions, str(tmp_path / "two"), init=False)
+    assert (one["rank"], other["rank"], one["size"]) == (0, 1, 2)
+    assert one["last"] == other["last"]
+    assert one["first"] == {"step": 1}
+    assert one["kind"] is DistributedDataParallel
+    assert one["options"] is True
+    alone = by_functions(str(tmp_path / "one"))
+    assert (alone["rank"], alone["size"], alone["kind"]) == (0, 1, nn.Linear)
+
+
+def test_auto_resume_passes_over_a_damaged_checkpoint(tmp_path, capsys):
+    with DDPStrategy(device="cpu") as strategy:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in (1, 2):
+            strategy.save_checkpoint(plain.checkpoint_path(tmp_path, step), model, optimizer, step=step)
+        newest = plain.find_latest_checkpoint(tmp_path)
+        assert newest == tmp_path / "checkpoints" / "step_00000002"
+        data = bytearray((newest / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (newest / "model.safetensors").write_bytes(data)
+        assert plain.auto_resume(tmp_path, model, optimizer, strategy) == {"step": 1}
+    assert "step_00000002 is damaged" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_in_one_line():
+    with pytest.raises(UserError, match="no FSDP yet; use wrap_model_ddp"):
+        plain.wrap_model_fsdp(nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"call shoal\.distributed\.setup_distributed\(\) first"):
+        plain.wrap_model_ddp(nn.Linear(1, 1))
+    plain.setup_distributed(device="cpu")
+    try:
+        with pytest.raises(UserError, match=r"call cleanup_distributed\(\) first"):
+            plain.setup_distributed()
+    finally:
+        plain.cleanup_distributed()
+
+
+def test_seed_everything():
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    seeds = [(1,), (1,), (2,), (1, 0), (1, 1), (1, 0, 1), (1, 1, 0)]
+    drawn = [(plain.seed_everything(*seed), draw())[1] for seed in seeds]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == len(seeds) - 1
+
+
+# launch_distributed
+
+SCRIPT = '''
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from shoal.distributed import launch_distributed, setup_distributed
+
+
+class Picky(Exception):
+    """Does not survive pickling."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def sums(scale):
+    strategy = setup_distributed(device="cpu")
+    return strategy.rank, strategy.reduce(torch.tensor(scale * (1.0 + strategy.rank)))  # rank 0 returns no earlier
+
+
+def fail(how):
+    strategy = setup_distributed(device="cpu")
+    if strategy.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise Picky(1, 2) if how == "picky" else ValueError(how)
+    dist.barrier()  # in which the peer never arrives
+
+
+def attempt(how):
+    started = time.monotonic()
+    try:
+        launch_distributed(fail, how, processes=2, start_method="fork")
+    except Exception as error:
+        assert time.monotonic() - started < 60
+        print(type(error).__name__, error, *error.__notes__ if hasattr(error, "__notes__") else ())
+
+
+if __name__ == "__main__":
+    print(launch_distributed(sums, 10.0, processes=2, start_method="fork"))
+    bonus = 1.0
+    print(launch_distributed(lambda: [sums(bonus)[1].item()], processes=3))  # a lambda with a closure: forked
+    for how in ("the sky is green", "picky", "killed"):
+        attempt(how)
+'''
+
+
+def test_launch_distributed(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = run_python(tmp_path, "script.py")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "[(0, tensor(30.)), (1, tensor(30.))]"
+    assert lines[1] == "[[6.0], [6.0], [6.0]]"
+    assert lines[2] == "ValueError the sky is green This was raised in rank 1:"
+    assert 'raise Picky(1, 2) if how == "picky" else ValueError(how)' in result.stdout
+    assert "RuntimeError Picky: 1 and 2 This was raised in rank 1:" in lines
+    assert "RuntimeError rank 1 was killed by SIGKILL before it returned" in lines
+
+
+@pytest.mark.parametrize("way", ["-c", "-"])
+def test_launch_distributed_where_there_is_no_file_to_import(tmp_path, way):
+    code = (
+        "from shoal.distributed import get_rank, launch_distributed\n"
+        "def ranks(): return get_rank()\n"
+        "print(launch_distributed(ranks, processes=2))"
+    )
+    result = run_python(tmp_path, *["-c", code] if way == "-c" else ["-"], typed=code)
+    assert result.stdout == "[0, 1]\n", result.stderr
+
+
+def test_launch_distributed_refuses_mistakes(monkeypatch):
+    with pytest.raises(UserError, match="processes = 0"):
+        plain.launch_distributed(print, processes=0)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(UserError, match="already rank 3"):
+        plain.launch_distributed(print)
+
+
+# The page
+
+
+def test_the_loop_in_the_docs_runs_on_one_process_and_on_two(tmp_path, monkeypatch, capsys):
+    loop, _ = blocks(PAGE, "python")
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 30
+    (tmp_path / "loop.py").write_text(loop)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    two = run_python(tmp_path, *torchrun, "loop.py")
+    assert two.returncode == 0, two.stderr
+    assert (tmp_path / "out" / "last" / "manifest.json").exists()
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("loop.py", run_name="__main__")
+    losses = []
+    for output in (capsys.readouterr().out, two.stdout):
+        words = [line.split() for line in output.splitlines()]
+        assert [word[1] for word in words] == [str(epoch) for epoch in range(20)]
+        losses.append([float(word[3]) for word in words])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # printed with five digits behind the point
+    assert losses[0][-1] < losses[0][0] / 10
+
+
+def test_the_launch_in_the_docs_runs(tmp_path):
+    _, launch = blocks(PAGE, "python")
+    (tmp_path / "launch.py").write_text(launch)
+    result = run_python(tmp_path, "launch.py")
+    assert result.stdout == "[0, 10]\n", result.stderr
+
+
+def test_the_page_names_what_there_is():
+    text = PAGE.read_text()
+    for name in plain.__all__:
+        assert f"`{name}(" in text, name
+        assert inspect.getdoc(getattr(plain, name)), name
+    for name in re.findall(r"strategy\.(\w+)", text):
+        assert hasattr(DDPStrategy(device="cpu"), name), name

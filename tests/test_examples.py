@@ -1,0 +1,238 @@
+"""The example loop and the scripts that start it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import UserError
+from shoal.parallel.world import free_port
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "bdh" / "train.py"
+SIZES = ["--n_layer", "2", "--n_embd", "16", "--mlp_internal_dim_multiplier", "8", "--block_size", "32"]
+TINY = [*SIZES, "--device", "cpu", "--max_iters", "8", "--warmup_iters", "2", "--log_freq", "1", "--save_freq", "2"]
+ITER = re.compile(r"^iter (\d+)  loss (\S+)", re.M)
+
+
+def losses(output: str) -> dict[int, float]:
+    found = ITER.findall(output)
+    assert len(dict(found)) == len(found), "an iteration was logged twice"
+    return {int(step): float(loss) for step, loss in found}
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("bdh_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_on_two(arguments: list[str], log: str) -> None:
+    """In a worker of the pool, with what it prints kept."""
+    with Path(f"{log}.{os.environ['RANK']}").open("w") as file:
+        stdout, sys.stdout = sys.stdout, file
+        try:
+            load_example().main(arguments)
+        finally:
+            sys.stdout = stdout
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """The text is tokenised once for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def alone(capsys):
+    """Runs the example in this process."""
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        load_example().main([*TINY, *arguments])
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def on_two(pool2, tmp_path):
+    """Runs the example on two workers; what rank 0 printed."""
+
+    def run(*arguments: str) -> str:
+        log = tmp_path / "log"
+        pool2.run(run_on_two, [*TINY, "--use_ddp", *arguments], str(log), init=False)
+        assert Path(f"{log}.1").read_text() == "", "only the main process logs"
+        return Path(f"{log}.0").read_text()
+
+    return run
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """As if the run had been killed before the checkpoints that follow."""
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def test_two_processes_train_as_one_at_the_same_global_batch(alone, on_two, tmp_path):
+    common = ["--dropout", "0"]
+    whole = losses(alone(*common, "--batch_size", "8", "--output_dir", str(tmp_path / "a")))
+    accumulated = ["--batch_size", "2", "--gradient_accumulation_steps", "4"]
+    parts = losses(alone(*common, *accumulated, "--output_dir", str(tmp_path / "b")))
+    halves = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]
+    two = losses(on_two(*common, *halves, "--output_dir", str(tmp_path / "c")))
+    assert list(whole) == list(two) == list(range(1, 9))
+    assert two == pytest.approx(whole, abs=2e-5)
+    assert parts == pytest.approx(whole, abs=2e-5)
+    assert whole[8] < whole[1]
+    unlike = losses(alone(*common, "--batch_size", "8", "--seed", "1", "--output_dir", str(tmp_path / "d")))
+    assert unlike != pytest.approx(whole, abs=1e-2)
+
+
+def test_a_run_on_two_goes_on_with_the_same_losses(on_two, alone, tmp_path):
+    """With dropout: the random numbers follow from the place in the run."""
+    undisturbed = losses(on_two("--batch_size", "2", "--output_dir", str(tmp_path)))
+    forget_after(tmp_path, 4)
+    output = on_two("--batch_size", "2", "--output_dir", str(tmp_path), "--resume")
+    assert "from iter 4, sample 16" in output
+    assert losses(output) == {step: undisturbed[step] for step in (5, 6, 7, 8)}
+    # One process goes on from what two have saved; without dropout, which is drawn by rank.
+    still = ["--dropout", "0", "--output_dir", str(tmp_path / "still")]
+    undisturbed = losses(on_two("--batch_size", "2", *still))
+    forget_after(tmp_path / "still", 4)
+    output = alone("--batch_size", "4", *still, "--resume")
+    assert "from iter 4, sample 16" in output
+    assert losses(output) == pytest.approx({step: undisturbed[step] for step in (5, 6, 7, 8)}, abs=2e-5)
+
+
+def test_a_killed_run_goes_on(alone, tmp_path):
+    undisturbed = losses(alone("--batch_size", "2", "--output_dir", str(tmp_path / "a")))
+    arguments = ["--batch_size", "2", "--output_dir", str(tmp_path / "b")]
+    command = [sys.executable, str(EXAMPLE), *TINY, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if line.startswith("iter 5"):
+                process.kill()
+                break
+    assert process.returncode == -9
+    assert losses(seen) == {step: undisturbed[step] for step in range(1, 6)}
+    output = alone(*arguments, "--resume")
+    first = int(re.search(r"from iter (\d+), sample (\d+)", output)[1])
+    assert first >= 4
+    assert losses(output) == {step: undisturbed[step] for step in range(first + 1, 9)}
+    assert "iter " not in alone(*arguments, "--resume").replace("from iter 8", "")
+
+
+def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(ROOT / "scripts" / script), *arguments],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_scripts_start_one_machine_and_two(alone, tmp_path):
+    """All three have eight samples per update, by accumulation or by processes."""
+    common = [*TINY, "--dropout", "0", "--max_iters", "4"]
+    sizes = {"GLOBAL_BATCH_SIZE": "8", "BATCH_SIZE": "2"}
+    one = start("train_distributed.sh", *common, "--output_dir", str(tmp_path / "a"), PROCS_PER_NODE="2", **sizes)
+    output, errors = one.communicate(timeout=120)
+    assert one.returncode == 0, errors
+    assert "ddp on 2 x cpu, 8 samples per update" in output
+    machines = {"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PROCS_PER_NODE": "1"}
+    nodes = [
+        start("train_distributed.sh", *common, "--output_dir", str(tmp_path / "b"), NODE_RANK=rank, **machines, **sizes)
+        for rank in ("0", "1")
+    ]
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert losses(outputs[0][0]) == losses(output)
+    assert outputs[1][0] == ""
+    expected = losses(alone(*common, "--batch_size", "8", "--output_dir", str(tmp_path / "c")))
+    assert losses(output) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "message"),
+    [
+        ("launch.sh", {}, "usage: scripts/launch.sh"),
+        ("launch.sh", {"NUM_NODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: set it to an address of machine 0"),
+        ("launch.sh", {"NUM_NODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: set it to the number of this machine"),
+        ("train_distributed.sh", {"GLOBAL_BATCH_SIZE": "9", "BATCH_SIZE": "2"}, "is not a multiple of BATCH_SIZE=2"),
+    ],
+)
+def test_the_scripts_name_what_is_missing(script, environment, message):
+    process = start(script, *["x.py"] if environment else [], **environment)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert message in errors
+
+
+def test_help_lists_the_flags(capsys):
+    with pytest.raises(SystemExit) as end:
+        load_example().main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    flags = (
+        "dataset_name batch_size use_ddp use_fsdp distributed gradient_accumulation_steps grad_clip compile dtype "
+        "max_iters learning_rate log_freq save_freq resume output_dir block_size n_layer n_embd n_head dropout seed"
+    )
+    assert [flag for flag in flags.split() if f"--{flag}" not in text] == []
+
+
+def test_fsdp_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--use_fsdp"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: --use_fsdp: not yet; use --use_ddp\n"
+
+
+def test_mistakes_are_refused(alone, tmp_path, monkeypatch):
+    alone("--max_iters", "1", "--output_dir", str(tmp_path))
+    with pytest.raises(UserError, match="is there already; go on with --resume"):
+        alone("--output_dir", str(tmp_path))
+    with pytest.raises(UserError, match=r"was made with .*'block_size': 32.*give the same flags"):
+        alone("--output_dir", str(tmp_path), "--resume", "--block_size", "16")
+    with pytest.raises(UserError, match="checkpoint of another model"):
+        alone("--output_dir", str(tmp_path), "--resume", "--n_embd", "32")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="2 processes were started; say --use_ddp"):
+        alone("--output_dir", str(tmp_path / "new"))
+
+
+def test_half_precision_and_your_own_text(alone, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 100)
+    arguments = ["--dataset_name", str(text), "--distributed", "--learning_rate", "0.01", "--max_iters", "8"]
+    exact = losses(alone(*arguments, "--output_dir", str(tmp_path / "a")))
+    half = losses(alone(*arguments, "--dtype", "bfloat16", "--output_dir", str(tmp_path / "b")))
+    assert half != exact
+    assert half == pytest.approx(exact, rel=0.02)
+    assert exact[8] < exact[1] - 0.1
+
+
+@pytest.mark.slow
+def test_compiled(alone, tmp_path):
+    arguments = ["--dropout", "0", "--max_iters", "3"]
+    eager = losses(alone(*arguments, "--output_dir", str(tmp_path / "a")))
+    compiled = losses(alone(*arguments, "--compile", "--output_dir", str(tmp_path / "b")))
+    assert compiled == pytest.approx(eager, abs=1e-4)

@@ -1,0 +1,127 @@
+"""A checkpoint written on any number of ranks opens on any other, with optimizer and data position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ToyRun
+from pool import Pool
+
+from shoal.checkpoint import open_checkpoint, write_checkpoint
+from shoal.config import load_run
+from shoal.parallel.desync import Desync
+from shoal.parallel.weights import build
+from shoal.strategies import from_config
+from shoal.training import train
+from shoal.training.optimizer import build_optimizer
+
+STEPS = {"single": 1, "ddp2": 2, "ddp4": 4}
+
+
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).step
+
+
+def train_on(layout: str, toy: ToyRun, pools: dict[int, Pool], *overrides: str) -> None:
+    keys = ["training.global_batch_size=12", "training.batch_size=2", "model.dropout=0.0", *overrides]
+    procs = STEPS[layout]
+    if procs == 1:
+        train_here(toy.config, keys)
+    else:
+        pools[procs].run(train_here, toy.config, keys, init=False)
+
+
+def state(output: Path, step: int = 10) -> dict[str, Any]:
+    read = open_checkpoint(output / "checkpoints" / f"step_{step:08d}").read()
+    moments = {f"{name}/{slot}": t for name, slots in read.optimizer.items() for slot, t in slots.items()}
+    return {name: tensor.numpy() for name, tensor in {**read.model, **moments}.items()}
+
+
+@pytest.mark.parametrize(("first", "second"), [(a, b) for a in STEPS for b in STEPS if a != b])
+def test_layouts_continue_each_other(toy: ToyRun, pool2: Pool, pool4: Pool, first: str, second: str) -> None:
+    pools = {2: pool2, 4: pool4}
+    # A constant rate: other schedules depend on max_steps, which is not the same in both halves.
+    train_on(first, toy, pools, "training.lr_scheduler=constant", "training.max_steps=4")
+    train_on(second, toy, pools, "training.lr_scheduler=constant")
+    train_on("single", toy, pools, "training.lr_scheduler=constant", f"experiment.output_dir={toy.folder}/constant")
+    assert toy.metrics().keys() == set(range(1, 11))
+    expected = toy.metrics(output=toy.folder / "constant")
+    assert toy.metrics() == pytest.approx(expected, rel=1e-4)
+    whole = state(toy.folder / "constant")
+    for name, tensor in state(toy.output).items():
+        assert np.allclose(tensor, whole[name], rtol=1e-4, atol=1e-6), name
+    progress = [json.loads((path / "trainer.json").read_text()) for path in (toy.output / "checkpoints").glob("step_*")]
+    assert {p["step"]: p["samples"] for p in progress}[10] == 120
+
+
+def read_and_write(config: Path, source: Path, target: Path) -> None:
+    run = load_run(config, ["model.dropout=0.0"])
+    strategy, recipe = from_config(run.config), run.recipe_type(run.recipe_config)
+    with strategy:
+        model, _ = build(recipe.build_model, recipe.weights(), seed=7)
+        model, optimizer = strategy.prepare(
+            model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), recipe.parallel_plan(model)
+        )
+        strategy.load_state(model, optimizer, open_checkpoint(source).read())
+        write_checkpoint(target, strategy.state(model, optimizer), {"step": 4}, {})
+
+
+def test_every_layout_reads_and_writes_the_same_bits(toy: ToyRun, pool2: Pool, pool4: Pool) -> None:
+    train_on("single", toy, {}, "training.max_steps=4")
+    source = toy.output / "checkpoints" / "step_00000004"
+    written = open_checkpoint(source).manifest["tensors"]
+    for procs, pool in ((2, pool2), (4, pool4)):
+        target = toy.folder / f"ddp{procs}"
+        pool.run(read_and_write, toy.config, source, target, init=False)
+        rewritten = open_checkpoint(target).manifest["tensors"]
+        files = {about["pieces"][0]["file"] for about in rewritten.values()}
+        assert len([file for file in files if file.startswith("model-")]) == procs  # written once, spread over ranks
+        assert rewritten.keys() == written.keys()
+        for name, about in rewritten.items():
+            assert about["pieces"][0]["sha256"] == written[name]["pieces"][0]["sha256"], name
+        open_checkpoint(target).read()
+
+
+def test_the_global_batch_stays_when_the_ranks_change(toy: ToyRun, pool2: Pool, pool4: Pool) -> None:
+    keys = ["training.batch_size=3", "training.gradient_accumulation=2", "model.dropout=0.0"]  # 12 on two ranks
+    pool2.run(train_here, toy.config, [*keys, "training.max_steps=4"], init=False)
+    pool4.run(train_here, toy.config, keys, init=False)
+    manifest = open_checkpoint(toy.output / "checkpoints" / "step_00000010").manifest
+    assert manifest["batches"] == [[0, 12]]
+    assert manifest["layout"]["world_size"] == 4
+    samples = json.loads((toy.output / "checkpoints" / "step_00000010" / "trainer.json").read_text())["samples"]
+    assert samples == 120
+
+
+def drift(config: Path, overrides: list[str]) -> str:
+    """Trains with one replica nudged between two steps."""
+    import torch
+
+    from shoal.training.trainer import Trainer
+
+    take_step = Trainer.take_step
+
+    def nudged(self: Trainer, micro_batches: Any) -> None:
+        take_step(self, micro_batches)
+        if self.step == 3 and self.strategy.rank == 1:
+            with torch.no_grad():
+                next(self.model.parameters()).add_(1e-3)
+
+    Trainer.take_step = nudged  # type: ignore[method-assign]
+    try:
+        train(load_run(config, overrides))
+    except Desync as alarm:
+        return str(alarm)
+    finally:
+        Trainer.take_step = take_step  # type: ignore[method-assign]
+    return ""
+
+
+def test_the_alarm_stops_a_run_that_drifts(toy: ToyRun, pool2: Pool) -> None:
+    keys = ["training.global_batch_size=12", "training.batch_size=2", "distributed.desync_steps=2"]
+    told = pool2.run(drift, toy.config, keys, init=False)
+    assert all("0.weight" in text and "rank 1" in text for text in told)

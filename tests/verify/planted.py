@@ -1,0 +1,129 @@
+"""A recipe for the prover to work on, and four ways to get distributed training wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.func import functional_call
+
+from shoal.config import Run
+from shoal.recipes import Recipe
+from shoal.strategies import DDPStrategy, DistributedStrategy, ddp
+from shoal.types import StepInfo
+from shoal.verify import trace as trace_module
+from shoal.verify.trace import Trace, trace
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Words:
+    """Sequences of one to six labels."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, 13, (7,), generator=generator)
+        labels = ids[1:].clone()
+        labels[1 + index % 6 :] = -100
+        return {"input_ids": ids[:-1], "labels": labels}
+
+
+class Ragged(Recipe):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), Block(), nn.Dropout(0.2), Block(), nn.Linear(16, 13))
+
+    def train_data(self) -> Words:
+        return Words()
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"input": batch["input_ids"]}
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+class Normed(Ragged):
+    """With a module that mixes samples."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(13, 16), nn.Flatten(), nn.BatchNorm1d(96), nn.Unflatten(1, (6, 16)), nn.Linear(16, 13)
+        )
+
+
+class GatherEverything(DistributedStrategy):
+    """Sharded the wrong way: every rank holds a part, gathers all of it, and computes all of the batch."""
+
+    name = "gather everything"
+
+    def mesh_sizes(self) -> dict[str, int]:
+        return {"tp": self.world.size}
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.data_rank = 0
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        assert self.mesh is not None
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(
+                        distribute_tensor(parameter.data, self.mesh["tp"], [Shard(0)])
+                    )
+
+        class Engine(nn.Module):
+            def forward(self, **inputs: Any) -> Any:
+                whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[operator]
+                return functional_call(model, whole, kwargs=inputs)
+
+        return Engine()
+
+    def step(self, optimizer: Any, max_norm: float | None = None) -> StepInfo:
+        optimizer.zero_grad()
+        return StepInfo(torch.zeros(()), torch.zeros(()))
+
+    def load_state(self, *args: Any) -> None:
+        pass
+
+
+def _first_alone(self: DistributedStrategy, values: Any, micro_batches: Any) -> Tensor:
+    return torch.as_tensor(values[0])
+
+
+def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _WrongRank(DDPStrategy):
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.data_rank = 0
+
+
+def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+    patches = {
+        "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _first_alone),
+        "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
+        "wrong rank's data": lambda: patch.object(trace_module, "from_config", lambda config: _WrongRank(device="cpu")),
+        "gathers everything": lambda: patch.object(
+            trace_module, "from_config", lambda config: GatherEverything(device="cpu")
+        ),
+    }
+    with patches[bug]():
+        return trace(run, steps, shared)

@@ -1,0 +1,145 @@
+"""Layouts compute the same training, and the prover notices when one does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+from pool import Pool
+from torch import Tensor
+
+from shoal.config import Run, check_run
+from shoal.verify import Verdict, prove
+from shoal.verify.compare import Promise
+from shoal.verify.layouts import LAYOUTS
+from shoal.verify.trace import Trace, trace
+from verify.planted import trace_with
+
+Tracer = Callable[[Run, int, dict[str, Tensor] | None], Trace]
+
+
+def on(pool: Pool, tracer: Tracer = trace) -> Any:
+    """A runner over the pool: the reference is always honest."""
+
+    def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+        if procs == 1:
+            return [trace(run, steps, shared)]
+        return pool.run(tracer, run, steps, shared, init=False)
+
+    return run_layout
+
+
+def ragged(recipe: str = "Ragged", **training: Any) -> Run:
+    keys = {"max_steps": 3, "device": "cpu", "learning_rate": 1e-3, **training}
+    return check_run({"recipe": f"verify.planted:{recipe}", "training": keys})
+
+
+def bdh(tmp_path: Path, **training: Any) -> Run:
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
+    return check_run(
+        {
+            "recipe": "bdh",
+            "model": {"n_layer": 2, "n_embd": 32, "n_head": 4, "mlp_internal_dim_multiplier": 8},
+            "dataset": {
+                "name": "text",
+                "files": str(tmp_path / "text.txt"),
+                "seq_length": 24,
+                "cache_dir": str(tmp_path),
+            },
+            "training": {"max_steps": 3, "device": "cpu", "learning_rate": 1e-3, **training},
+        }
+    )
+
+
+def failed(verdict: Verdict) -> dict[str, str]:
+    return {check.name: check.detail for check in verdict.checks if not check.passed}
+
+
+@pytest.mark.parametrize("procs", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("global_batch_size", [12, 11])
+def test_ddp_equals_one_device(pool2: Pool, pool4: Pool, procs: int, accumulation: int, global_batch_size: int) -> None:
+    run = ragged(global_batch_size=global_batch_size, gradient_accumulation=accumulation)
+    single, ddp = prove(run, procs, runner=on({2: pool2, 4: pool4}[procs]))
+    assert failed(single) == {}
+    assert failed(ddp) == {}
+
+
+@pytest.mark.parametrize("procs", [2, 4])
+def test_bdh_under_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path, procs: int) -> None:
+    run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
+    (ddp,) = prove(run, procs, ["ddp"], runner=on({2: pool2, 4: pool4}[procs]))
+    assert failed(ddp) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [2, 4])
+def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path, procs: int) -> None:
+    run = bdh(tmp_path, global_batch_size=12, gradient_accumulation=3, compile=True)
+    (ddp,) = prove(run, procs, ["ddp"], runner=on({2: pool2, 4: pool4}[procs]))
+    assert failed(ddp).keys() <= {"matmul FLOPs"}  # compiled products are not counted
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "words"),
+    [
+        ("forgotten 1/accumulation", "gradients", "a factor was forgotten"),
+        ("missing all-reduce", "ranks agree", "replicas drifted apart"),
+        ("wrong rank's data", "ranks agree", "took sample"),
+        ("gathers everything", "matmul FLOPs", "1.00 of one device's on a rank, promised 0.5"),
+    ],
+)
+def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, words: str) -> None:
+    run = ragged(global_batch_size=12, gradient_accumulation=3)
+    (verdict,) = prove(run, 2, ["ddp"], runner=on(pool2, partial(trace_with, bug)))
+    assert words in failed(verdict)[check]
+
+
+def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
+    """Equal numbers are not enough."""
+    run = ragged(global_batch_size=12, gradient_accumulation=3)
+    (verdict,) = prove(run, 2, ["ddp"], runner=on(pool2, partial(trace_with, "gathers everything")))
+    assert {"matmul FLOPs", "collectives"} <= failed(verdict).keys()
+    assert not {"loss", "gradients"} & {name for name in failed(verdict) if "0.0e" in failed(verdict)[name]}
+    by_name = {check.name: check for check in verdict.checks}
+    assert by_name["gradients"].passed
+    assert by_name["first weights"].passed
+
+
+def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
+    (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=on(pool2))
+    assert not verdict.passed
+    assert verdict.mixing == ["2"]
+
+
+def test_a_layout_joins_by_a_row() -> None:
+    for layout in LAYOUTS.values():
+        assert isinstance(layout.promise(2, 0.5), Promise)
+        assert layout.about
+
+
+def test_the_command(toy: ToyRun) -> None:
+    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--json", "--steps", "2")
+    assert result.returncode == 0, result.stderr
+    (verdict,) = json.loads(result.stdout)
+    assert verdict["layout"] == "ddp"
+    assert verdict["passed"]
+    table = toy.shoal("verify", "run.yaml", "--strategies", "single", "--steps", "2")
+    assert "against one device: same" in table.stdout
+    for arguments, word in [(["--strategies", "fsdq"], "fsdq"), (["--procs", "1"], "at least two")]:
+        wrong = toy.shoal("verify", "run.yaml", *arguments)
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+        assert word in wrong.stderr
+
+
+def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
+    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--steps", "2")
+    assert result.returncode == 1
+    assert "FAILED" in result.stdout
+    assert "mix samples" in result.stdout
