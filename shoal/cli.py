@@ -17,6 +17,7 @@ import shoal
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
+    from shoal.config import Run
     from shoal.training import Outcome
 
 app = typer.Typer(
@@ -65,7 +66,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     with among_others(run, world) if world.size > 1 else nullcontext():
         outcome = train_run(run)
         if world.rank == 0:
-            _tell(outcome, config, overrides or [])
+            _tell(outcome, run, config, overrides or [])
     if outcome.stopped_by:
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -106,7 +107,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
+def _tell(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
     """The last words of a run: how it went and what can be done with it."""
     again = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
@@ -121,9 +122,14 @@ def _tell(outcome: Outcome, config: Path, overrides: list[str]) -> None:
     else:
         losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
         print(f"finished at step {outcome.step}, {', '.join(losses)}")
-    others = [override for override in overrides if not override.startswith("training.max_steps=")]
     print("run folder  ", outcome.output_dir)
-    print("go further  ", shlex.join([*again, *others, f"training.max_steps={2 * outcome.step}"]))
+    if outcome.first_step < outcome.step < outcome.total_steps:
+        print(f"the data ended before step {outcome.total_steps}")
+    else:
+        epochs = run.config.training.num_epochs
+        key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
+        others = [override for override in overrides if not override.startswith(f"training.{key}=")]
+        print("go further  ", shlex.join([*again, *others, f"training.{key}={value}"]))
     print("look at it  ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
 
 

@@ -50,6 +50,16 @@ def test_train_and_what_it_says(toy: ToyRun) -> None:
     assert "already" in again.stdout
 
 
+def test_the_hint_fits_the_config(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    epochs = toy.shoal("train", "run.yaml", "training.max_steps=null", "training.num_epochs=1", "dataset.size=8")
+    assert "training.num_epochs=2" in epochs.stdout
+    change_recipe("return Squares(self.config.dataset.size)", "return Stream()")
+    stream = "class Stream:\n    def open(self, start):\n        return (Squares(9)[i] for i in range(start, 9))\n\n\n"
+    change_recipe("class Toy", f"{stream}class Toy")
+    ended = toy.shoal("train", "run.yaml", "experiment.output_dir=stream", "dataset.size=103")
+    assert "the data ended before step 10" in ended.stdout
+
+
 def test_config_shows_sources_and_loads_again(toy: ToyRun) -> None:
     result = toy.shoal("config", "run.yaml", "training.learning_rate=1e-3")
     assert result.returncode == 0, result.stderr

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -49,11 +50,12 @@ def test_commands_in_the_docs_run(command: str, tmp_path: Path) -> None:
 
 def test_the_recipe_in_the_docs_trains(tmp_path: Path) -> None:
     page = ROOT / "docs" / "recipes.md"
-    first, sections, *_ = blocks(page, "python")
+    first, noise, sections, *_ = blocks(page, "python")
     (config, *_) = blocks(page, "yaml")
     assert len([line for line in first.split("class MyRecipe")[1].splitlines() if line.strip()]) <= 20
     (tmp_path / "run.yaml").write_text(config)
     sections = sections.replace("(Recipe)", "(MyRecipe)")  # the page shows only what is added
+    sections += textwrap.indent(noise, "    ").replace("0.1", "0.001")
     for source, extra in ((first, []), (f"{first}\n{sections}", ["model.hidden=64", "experiment.name=second"])):
         (tmp_path / "squares.py").write_text(source)
         command = [sys.executable, "-m", "shoal", "train", "run.yaml", *extra]

@@ -68,6 +68,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None) -> Run:
     sources = sources or {}
+    for key in tree:
+        inside = [name for name, field in Config.model_fields.items() if key in (_fields(field.annotation) or {})]
+        if key not in {*Config.model_fields, *RECIPE_SECTIONS} and inside:
+            raise UserError(f"{_name(key, sources)} is not a key; did you mean {inside[0]}.{key}?")
     _refuse_unknown(tree, sorted({*Config.model_fields, *RECIPE_SECTIONS}), "", sources)
     for section in {*Config.model_fields, *RECIPE_SECTIONS} - {"recipe"}:
         if not isinstance(tree.get(section, {}), dict):
@@ -113,7 +117,9 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     except ModuleNotFoundError as error:
         if error.name != module_name.split(".")[0] and error.name != module_name:
             raise
-        raise UserError(f"{where} = {name!r}: no module {error.name!r} in {Path.cwd()} or the Python path") from None
+        raise UserError(
+            f"{where} = {name!r}: no module {error.name!r} in the config's folder, {Path.cwd()} or the Python path"
+        ) from None
     recipe_type = getattr(module, class_name, None)
     if recipe_type is None:
         found = get_close_matches(class_name, dir(module), n=1)

@@ -115,7 +115,7 @@ class TrainingConfig(Section):
     """The same as a share of all updates."""
 
     eval_steps: Positive | None = None
-    """Evaluate every so many steps, and at the end."""
+    """Evaluate every so many steps; at the end in any case, if the recipe has data for it."""
     eval_batches: Positive | None = None
     """Look at no more than this many batches of the evaluation data."""
     gc_steps: Positive = 100

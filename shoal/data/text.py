@@ -22,7 +22,7 @@ from shoal.errors import UserError
 
 
 class TextDataset(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     name: str = "stdlib"
     """`stdlib`: the source of Python's standard library. `text`: your `files`. Anything else: a Hugging Face dataset by

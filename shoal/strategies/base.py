@@ -141,6 +141,8 @@ class DistributedStrategy:
             with self.accumulate(self.engine, last=index == len(batches) - 1):
                 with self.autocast():
                     loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
+                if loss.ndim:
+                    raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
                 loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
             losses.append(loss.detach().float())
         return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)

@@ -51,9 +51,8 @@ def open_run_folder(run: Run, strategy: DistributedStrategy) -> None:
     folder = Path(run.config.output_dir)
     phases = derive_batches(run.config.training, strategy.data_size)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
         if strategy.is_main_process:
-            (folder / "logs").mkdir(exist_ok=True)
             (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
     except OSError as error:
         raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None

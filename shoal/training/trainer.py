@@ -103,12 +103,12 @@ class Trainer:
     def fit(self) -> Outcome:
         training, every = self.config.training, self.config.logging.every
         with collector_paused():
-            for micro_batches in islice(self.loader, self.total_steps - self.step):
+            for micro_batches in islice(self.loader, max(0, self.total_steps - self.step)):
                 if self.step == self.first_step:
                     self.take_first_step(micro_batches)
                 else:
                     self.take_step(micro_batches)
-                if self.due(every) or self.step == self.first_step + 1:
+                if self.due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(micro_batches)
                 if self.due(training.eval_steps):
                     self.evaluate()
@@ -166,10 +166,11 @@ class Trainer:
         self._publish(metrics)
         if self.meter.skipped_in_a_row >= self.config.training.max_skipped_steps:
             culprit = first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
+            saved = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "nothing is saved"
             raise UserError(
                 f"the last {self.meter.skipped_in_a_row} updates were skipped because their gradient was not finite "
                 f"(training.max_skipped_steps = {self.config.training.max_skipped_steps}); the first bad value is "
-                f"{culprit}; the last checkpoint is of step {self.saved_step}"
+                f"{culprit}; {saved}"
             )
 
     def evaluate(self) -> None:

@@ -146,6 +146,17 @@ def test_a_few_skips_are_counted_and_survived(toy: ToyRun, change_recipe: Callab
     assert toy.metrics("train/skipped_steps")[10] == 2  # 40 samples: sample 0 came by twice
 
 
+def test_a_loss_that_is_no_number_is_refused(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("** 2).sum()", "** 2)")
+    with pytest.raises(UserError, match=r"loss has shape \[4, 1\]"):
+        toy.train()
+
+
+def test_the_last_step_is_logged(toy: ToyRun) -> None:
+    toy.train("logging.every=4")
+    assert sorted(toy.metrics()) == [1, 4, 8, 10]
+
+
 def test_schedules() -> None:
     def factors(total: int = 10, **keys: Any) -> list[float]:
         schedule = build_schedule(TrainingConfig(max_steps=total, **keys), total)

@@ -107,6 +107,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(toy: ToyRun, capfd: 
 
 def test_finished_runs_stay_finished(toy: ToyRun) -> None:
     first = toy.train()
+    assert toy.train("training.max_steps=7").step == 10
     before = (toy.output / "metrics.jsonl").read_text()
     second = toy.train()
     assert (first.step, second.step) == (10, 10)
