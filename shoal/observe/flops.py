@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense TFLOP/s by the makers' datasheets (no sparsity; consumer cards with fp32 accumulation). A row holds
-# for a device whose name has all its words; the first such row counts.
+# Dense TFLOP/s as the makers state them (no sparsity; consumer cards with fp32 accumulation); only the H200's row was
+# checked against a datasheet's figures. A row holds for a device whose name has all its words; the first one counts.
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
