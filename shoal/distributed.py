@@ -23,7 +23,7 @@ from shoal.errors import UserError
 from shoal.launch.functions import run_function
 from shoal.parallel.world import World
 from shoal.seeding import mix
-from shoal.strategies import DDPStrategy, DistributedStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy
 
 __all__ = [
     "auto_resume",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _options: dict[str, Any] = {}
-_strategy: DDPStrategy | None = None  # one for the process, like torch's own default process group
+_strategy: DistributedStrategy | None = None  # one for the process, like torch's own default process group
 
 
 def setup_distributed(**options: Any) -> DDPStrategy:
@@ -82,18 +82,12 @@ def is_main_process() -> bool:
 
 def wrap_model_ddp(model: nn.Module, **options: Any) -> nn.Module:
     """The model on its device, in DistributedDataParallel if there are several processes; DDPStrategy's options."""
-    global _strategy
-    mesh = _running().mesh
-    _strategy = DDPStrategy(**_options | options)
-    _strategy.mesh = mesh
-    return _strategy.wrap_model(model)
+    return _go_over_to(DDPStrategy, options).wrap_model(model)
 
 
 def wrap_model_fsdp(model: nn.Module, **options: Any) -> nn.Module:
-    """Not there yet: raises UserError."""
-    raise UserError(
-        "wrap_model_fsdp: shoal has no FSDP yet; use wrap_model_ddp, which keeps the whole model per process"
-    )
+    """The model sharded by fully_shard; FSDPStrategy's options. Build the optimizer after it, not before."""
+    return _go_over_to(FSDPStrategy, options).wrap_model(model)
 
 
 def save_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer, **state: Any) -> None:
@@ -116,12 +110,19 @@ def auto_resume(
 ) -> dict[str, Any]:
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
     strategy = strategy or _running()
+    damages: list[str] = []
     for path in reversed(CheckpointManager(output_dir).steps()):
         try:
             return strategy.load_checkpoint(path, model, optimizer)
         except DamagedCheckpoint as damage:
+            damages.append(str(damage))
             if strategy.is_main_process:
                 print(f"checkpoint {path.name} is damaged and passed over: {damage}", file=sys.stderr)
+    if damages:
+        raise UserError(
+            f"auto_resume: none of the {len(damages)} checkpoints in {output_dir} can be used ({damages[0]}); "
+            "move them away or choose another folder"
+        )
     return {}
 
 
@@ -141,7 +142,16 @@ def seed_everything(seed: int, *place: int | str) -> int:
     return seed
 
 
-def _running() -> DDPStrategy:
+def _go_over_to(kind: type[DistributedStrategy], options: dict[str, Any]) -> DistributedStrategy:
+    """Another strategy in the process group that is there."""
+    global _strategy
+    _running()
+    _strategy = kind(**_options | options)
+    _strategy.setup()
+    return _strategy
+
+
+def _running() -> DistributedStrategy:
     if _strategy is None:
         raise UserError("call shoal.distributed.setup_distributed() first")
     return _strategy

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,15 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a run's weights come from: drawn by name (`init`), or whatever the constructor left (`built`)."""
+    """Where a run's weights come from: drawn by name (`init`), read from safetensors (`files`), or whatever the
+    constructor left (`built`)."""
 
-    kind: Literal["init", "built"]
+    kind: Literal["init", "files", "built"]
     reason: str = ""
+    reset: Callable[[nn.Module, nn.Module], None] | None = None
+    """(model, module) → draws that module's own parameters. Unless given, its `reset_parameters()` does."""
+    files: tuple[Path, ...] = ()
+    """Safetensors that hold every parameter and persistent buffer under its name in the model."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +84,20 @@ class ParallelPlan:
 
     blocks: tuple[str, ...] = ()
     """The repeated modules in order: units for compilation, activation checkpointing and sharding."""
+    embed: str | None = None
+    """The module that makes hidden states of tokens, before the blocks."""
+    head: str | None = None
+    """The module that makes logits of hidden states, where the recipe's loss is `token_loss` of them. Called with
+    (hidden) if it is an nn.Linear, or with (hidden, weight), weight (embd, vocab), if it owns no parameters."""
+
+    @classmethod
+    def derive(cls, model: nn.Module) -> ParallelPlan:
+        """What can be seen from outside: the longest list of like modules are the blocks."""
+        from torch import nn
+
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        alike = [(name, m) for name, m in lists if len(m) > 1 and len({type(child) for child in m}) == 1]
+        if not alike:
+            return cls()
+        name, blocks = max(alike, key=lambda item: len(item[1]))
+        return cls(blocks=tuple(f"{name}.{i}" if name else str(i) for i in range(len(blocks))))

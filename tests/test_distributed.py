@@ -87,10 +87,9 @@ def test_auto_resume_passes_over_a_damaged_checkpoint(tmp_path, capsys):
 
 
 def test_mistakes_are_told_in_one_line():
-    with pytest.raises(UserError, match="no FSDP yet; use wrap_model_ddp"):
-        plain.wrap_model_fsdp(nn.Linear(1, 1))
-    with pytest.raises(UserError, match=r"call shoal\.distributed\.setup_distributed\(\) first"):
-        plain.wrap_model_ddp(nn.Linear(1, 1))
+    for wrap in (plain.wrap_model_ddp, plain.wrap_model_fsdp):
+        with pytest.raises(UserError, match=r"call shoal\.distributed\.setup_distributed\(\) first"):
+            wrap(nn.Linear(1, 1))
     plain.setup_distributed(device="cpu")
     try:
         with pytest.raises(UserError, match=r"call cleanup_distributed\(\) first"):

@@ -22,6 +22,7 @@ from shoal.config.schema import Config, LoaderConfig
 from shoal.config.yaml import format_value
 from shoal.data import TextDataset
 from shoal.models.bdh import BDHConfig
+from shoal.recipes.causal_lm import CausalLMConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -97,9 +98,18 @@ def key_tables() -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             title = "`dataset:` (for every recipe)" if field.annotation is LoaderConfig else f"`{name}:`"
             text += _table(title, field.annotation)
-    text += _table("`dataset:` of the recipe `bdh`", TextDataset)
+            for key, inner in field.annotation.model_fields.items():
+                models = [m for m in (inner.annotation, *get_args(inner.annotation)) if _is_section(m)]
+                if len(models) == 1 and len(models[0].model_fields) > 1:
+                    text += _table(f"`{name}.{key}:`", models[0])
+    text += _table("`dataset:` of the recipes `bdh` and `causal_lm`", TextDataset)
+    text += _table("`model:` of the recipe `causal_lm`", CausalLMConfig)
     sizes = "".join(f"| `{field.name}` | `{field.default}` |\n" for field in dataclasses.fields(BDHConfig))
     return f"{text}\n### `model:` of the recipe `bdh`\n\n| key | default |\n| --- | --- |\n{sizes}"
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _table(title: str, model: type[BaseModel]) -> str:
@@ -117,7 +127,7 @@ def _default(field: FieldInfo) -> str:
         return "needed"
     value = field.default
     if isinstance(value, BaseModel):
-        value = value.model_dump()
+        return "see below"
     return f"`{format_value(value)}`"
 
 
@@ -125,7 +135,9 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in (dict, list):
-        return "a schedule by epoch" if get_origin(annotation) is dict else "a list"
+        if get_origin(annotation) is list:
+            return "a list"
+        return "a section" if get_args(annotation)[0] is str else "a schedule by epoch"
     if isinstance(annotation, type):
         if issubclass(annotation, BaseModel):
             keys = annotation.model_fields

@@ -71,9 +71,9 @@ def alone(capsys):
 def on_two(pool2, tmp_path):
     """Runs the example on two workers; what rank 0 printed."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, how: str = "--use_ddp") -> str:
         log = tmp_path / "log"
-        pool2.run(run_on_two, [*TINY, "--use_ddp", *arguments], str(log), init=False)
+        pool2.run(run_on_two, [*TINY, how, *arguments], str(log), init=False)
         assert Path(f"{log}.1").read_text() == "", "only the main process logs"
         return Path(f"{log}.0").read_text()
 
@@ -197,12 +197,23 @@ def test_help_lists_the_flags(capsys):
     assert [flag for flag in flags.split() if f"--{flag}" not in text] == []
 
 
-def test_fsdp_is_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--use_fsdp"])
+def test_shards_train_as_one_and_replicas_go_on(alone, on_two, tmp_path):
+    common = ["--dropout", "0", "--output_dir"]
+    whole = losses(alone("--batch_size", "4", *common, str(tmp_path / "a")))
+    sharded = on_two("--batch_size", "2", *common, str(tmp_path / "b"), how="--use_fsdp")
+    assert "fsdp on 2 x cpu" in sharded
+    assert losses(sharded) == pytest.approx(whole, abs=2e-5)
+    forget_after(tmp_path / "b", 4)
+    replicas = on_two("--batch_size", "2", *common, str(tmp_path / "b"), "--resume")
+    assert losses(replicas) == pytest.approx({step: whole[step] for step in (5, 6, 7, 8)}, abs=2e-5)
+
+
+def test_a_mistake_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--use_fsdp", "--device", "mps"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert end.value.code == 2
-    assert capsys.readouterr().err == "error: --use_fsdp: not yet; use --use_ddp\n"
+    assert capsys.readouterr().err.startswith("error: training.device = 'mps', but torch sees")
 
 
 def test_mistakes_are_refused(alone, tmp_path, monkeypatch):

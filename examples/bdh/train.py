@@ -2,11 +2,16 @@
 
     python examples/bdh/train.py                                           # one process
     torchrun --nproc_per_node=2 examples/bdh/train.py --use_ddp            # two: one per GPU, or both on the CPU
-    torchrun --nproc_per_node=2 examples/bdh/train.py --use_ddp --resume   # go on where the last one stopped
+    torchrun --nproc_per_node=2 examples/bdh/train.py --use_fsdp           # two that share out the model as well
+    torchrun --nproc_per_node=2 examples/bdh/train.py --use_ddp --resume   # go on where the last one stopped, any way
 
 What data parallelism is: torchrun starts this same script several times. Every process (a "rank") has the whole model
 and the same weights, and takes other samples. After the backward pass the ranks average their gradients, so that all
 of them take the same step and their weights stay equal. The result is that of one process with a larger batch.
+
+What sharding (FSDP) adds: a rank keeps only its part of the weights, their gradients and the optimizer's state. The
+ranks gather the whole weights for the moment of computing with them, and each gets the average of its part of the
+gradients. The steps are the same; the memory of a rank is less, and the ranks talk more.
 
 Only four things below know about it: `wrap_model`, `accumulate`, `reduce`, and the loader's `data_rank`.
 """
@@ -28,7 +33,7 @@ from shoal.data import BatchSchedule, Loader, TextDataset, open_text
 from shoal.distributed import auto_resume, checkpoint_path, find_latest_checkpoint, get_world_size, seed_everything
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
-from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, SingleStrategy
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -41,7 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dataset_name", default="stdlib", help="stdlib (Python's own source), a text file or folder, or a Hub name")
     add("--output_dir", default="runs/bdh_example", help="where checkpoints go")
     add("--use_ddp", action="store_true", help="replicas of the model that average their gradients")
-    add("--use_fsdp", action="store_true", help="the model cut into shards; not yet")
+    add("--use_fsdp", action="store_true", help="shards of the model, gathered where they are needed")
     add("--distributed", action="store_true", help="use all processes that were started, the usual way (--use_ddp)")
     add("--batch_size", type=int, default=8, help="samples in one forward pass of one process")
     add("--gradient_accumulation_steps", type=int, default=1, help="forward passes of each process per update")
@@ -69,11 +74,11 @@ def choose_strategy(args: argparse.Namespace) -> DistributedStrategy:
     """The place the loop runs on. The loop is the same for all of them."""
     options = {"device": args.device, "mixed_precision": DTYPES[args.dtype]}
     if args.use_fsdp:
-        raise UserError("--use_fsdp: not yet; use --use_ddp")
+        return FSDPStrategy(**options)
     if args.use_ddp or args.distributed:
         return DDPStrategy(**options)
     if get_world_size() > 1:  # without DDP they would train the same model, each for itself
-        raise UserError(f"{get_world_size()} processes were started; say --use_ddp, or start one")
+        raise UserError(f"{get_world_size()} processes were started; say --use_ddp or --use_fsdp, or start one")
     return SingleStrategy(**options)
 
 
@@ -113,7 +118,9 @@ def train(args: argparse.Namespace, strategy: DistributedStrategy, data: Sequenc
     if args.compile:
         for level in model.levels:  # they are alike, so compiling the first serves all
             level.compile()
-    model = strategy.wrap_model(model)  # to the device, and under DDP into the module that averages gradients
+    # To the device; under DDP into the module that averages gradients; under FSDP into shards. The optimizer comes
+    # after it, because it is to hold what this rank holds.
+    model = strategy.wrap_model(model)
     # Fused: one kernel for all parameters, which can also clip, and skip an update that is not finite.
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 

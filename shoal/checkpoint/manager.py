@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ _STEP = re.compile(r"^step_(\d{8,})$")
 
 
 class CheckpointManager:
-    """Saves into `<output_dir>/checkpoints/step_<n>`, keeps the last k, finds the last good one.
+    """Saves into `<output_dir>/checkpoints/step_<n>`, keeps the last k.
 
     All ranks save together; only the main process moves and removes folders.
     """
@@ -40,14 +41,6 @@ class CheckpointManager:
                 shutil.rmtree(old)
         return path
 
-    def newest_first(self, warn: Callable[[str], None]) -> Iterator[Checkpoint]:
-        """The checkpoints whose manifest is whole. One whose tensors fail later is simply passed over by the caller."""
-        for path in reversed(self.steps()):
-            try:
-                yield open_checkpoint(path)
-            except DamagedCheckpoint as damage:
-                warn(f"checkpoint {path.name} is damaged and passed over: {damage}")
-
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of an abandoned continuation out of the way, without deleting them."""
         for path in self.steps() if self.is_main_process else ():
@@ -60,41 +53,35 @@ class CheckpointManager:
 
 def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
     """The highest step under a run folder whose manifest verifies."""
-    manager = CheckpointManager(output_dir)
-    return next((checkpoint.folder for checkpoint in manager.newest_first(lambda message: None)), None)
+    for folder in reversed(CheckpointManager(output_dir).steps()):
+        with suppress(DamagedCheckpoint):
+            return open_checkpoint(folder).folder
+    return None
 
 
-def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """The checkpoints a run may go on from, best first; none means a fresh start."""
-    if resume == "never":
-        if steps := manager.steps():
-            raise UserError(
-                f"checkpoint.resume = never, but {manager.folder} already holds {steps[-1].name}; "
-                "choose another experiment.output_dir or resume: auto"
-            )
-        return
-    if resume == "auto":
-        yield from manager.newest_first(warn)
-        return
+def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], None]) -> list[Path]:
+    """The checkpoints a run may go on from, best first; none means a fresh start. None of them is opened yet."""
+    own = manager.steps()[::-1]
+    if resume == "never" and own:
+        raise UserError(
+            f"checkpoint.resume = never, but {manager.folder} already holds {own[0].name}; "
+            "choose another experiment.output_dir or resume: auto"
+        )
+    if resume in ("never", "auto"):
+        return own
     given = Path(resume)
     if not given.exists():
         raise UserError(f"checkpoint.resume = {resume!r}: no such folder; give a step folder or a run folder")
-    if not _STEP.match(given.name):
-        candidates = CheckpointManager(given).newest_first(warn)
-        first = next(candidates, None)
-        if first is None:
-            raise UserError(f"checkpoint.resume = {resume!r} holds no usable checkpoint")
-        given = first.folder
-    if given.resolve().parent == manager.folder.resolve():
+    if _STEP.match(given.name) and given.resolve().parent == manager.folder.resolve():
         manager.set_aside_after(_step_of(given))
-    elif manager.steps():
+        return [given]
+    found = [given] if _STEP.match(given.name) else CheckpointManager(given).steps()[::-1]
+    if not found:
+        raise UserError(f"checkpoint.resume = {resume!r} holds no usable checkpoint")
+    if own and given.resolve() != manager.folder.parent.resolve():
         warn(f"going on in {manager.folder.parent}; checkpoint.resume = {resume} was only its starting point")
-        yield from manager.newest_first(warn)
-        return
-    try:
-        yield open_checkpoint(given)
-    except DamagedCheckpoint as damage:
-        raise UserError(f"checkpoint.resume = {resume!r} cannot be used: {damage}") from None
+        return own
+    return found
 
 
 def check_same_model(

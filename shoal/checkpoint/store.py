@@ -7,7 +7,8 @@
       trainer.json           step, samples seen, counters
       manifest.json          written last: config, layout, versions, and a digest of all the rest
 
-Several ranks write as many files, `model-00001-of-00002.safetensors` and so on, each tensor in one of them.
+Several ranks write as many files, `model-00001-of-00002.safetensors` and so on: a tensor that all of them have is in
+one of them, a sharded one in pieces, each in the file of a rank that holds it. The manifest says which piece is where.
 
 A folder is written beside its final name, flushed, and renamed: it is there whole or not at all.
 """
@@ -20,17 +21,21 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import shoal
+from shoal.checkpoint.boxes import Box, WrongLayout, local_box, why_not_whole
+from shoal.checkpoint.stored import DamagedCheckpoint as DamagedCheckpoint
+from shoal.checkpoint.stored import Pieces, Stored, header_digest, parse_tensors, tensor_digest
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -38,10 +43,7 @@ T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
-
-
-class DamagedCheckpoint(Exception):
-    """The folder is not what its manifest says: cut short, altered, or never finished."""
+ROOMS = ("model", "optimizer", "strategy")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Checkpoint:
     folder: Path
     manifest: dict[str, Any]
     trainer: dict[str, Any]
+    tensors: dict[str, Stored] = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -59,64 +62,73 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, list[int]]:
         """The model's tensors: name → shape."""
-        tensors = self.manifest["tensors"].items()
-        return {name.removeprefix("model/"): about["shape"] for name, about in tensors if name.startswith("model/")}
+        return {name: [*tensor.shape] for name, tensor in self.stored().model.items()}
+
+    def stored(self) -> TrainState:
+        """All tensors, none of them read: each value is a `Stored`, which reads itself, whole or in part."""
+        return self._by_room(lambda stored: stored)
 
     def read(self) -> TrainState:
-        """All tensors, on the CPU, each compared with its digest."""
-        model: dict[str, Tensor] = {}
-        strategy: dict[str, Tensor] = {}
-        optimizer: dict[str, dict[str, Tensor]] = {}
-        by_file: dict[str, list[str]] = {}
-        for name, about in self.manifest["tensors"].items():
-            for piece in about["pieces"]:
-                by_file.setdefault(piece["file"], []).append(name)
-        for file, names in by_file.items():
-            for name, tensor in self._read_file(file, names).items():
-                room, _, rest = name.partition("/")
-                if room == "optimizer":
-                    slot, _, parameter = rest.partition("/")
-                    optimizer.setdefault(parameter, {})[slot] = tensor
-                else:
-                    (model if room == "model" else strategy)[rest] = tensor
-        return TrainState(model, optimizer, strategy)
+        """All tensors, whole, on the CPU."""
+        return self._by_room(lambda stored: stored.read())
 
-    def _read_file(self, file: str, names: list[str]) -> dict[str, Tensor]:
-        path = self.folder / file
-        try:
-            if _header_digest(path) != self.manifest["files"][file]["header"]:
-                raise DamagedCheckpoint(f"{path}: its header was altered")
-            tensors: dict[str, Tensor] = {}
-            with safe_open(path, framework="pt") as shard:
-                for name in names:
-                    (piece,) = self.manifest["tensors"][name]["pieces"]
-                    tensor = shard.get_tensor(name.partition("/")[2])
-                    if _tensor_digest(tensor) != piece["sha256"]:
-                        raise DamagedCheckpoint(f"{path}: {name} does not match its digest")
-                    tensors[name] = tensor
-            return tensors
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise DamagedCheckpoint(f"{path}: {error}") from None
+    def checked_for(self, here: dict[str, Tensor]) -> TrainState:
+        """As `stored`, and everything that a rank needs which holds `here` of the model is compared with its digest.
+
+        So damage is found before anything is overwritten. An optimizer's tensor is split as its parameter is.
+        """
+        for name, stored in self.tensors.items():
+            room, _, rest = name.partition("/")
+            tensor = here.get(rest.partition("/")[2] if room == "optimizer" else rest)
+            if room != "strategy" and tensor is not None and tensor.shape == stored.shape:
+                stored.check(*local_box(tensor))
+            else:
+                stored.check()
+        return self.stored()
+
+    def _by_room(self, value: Callable[[Stored], Any]) -> TrainState:
+        state = TrainState({}, {}, {})
+        for name, stored in self.tensors.items():
+            room, _, rest = name.partition("/")
+            if room == "optimizer":
+                slot, _, parameter = rest.partition("/")
+                state.optimizer.setdefault(parameter, {})[slot] = value(stored)
+            else:
+                (state.model if room == "model" else state.strategy)[rest] = value(stored)
+        return state
 
 
 def write_checkpoint(folder: Path, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
-    """Publishes `folder` whole, or leaves nothing. Every rank calls it with the same state and writes a part of it.
+    """Publishes `folder` whole, or leaves nothing. Every rank calls it with its state and writes a part of it.
 
-    If it fails anywhere, it raises OSError on every rank.
+    A plain tensor is the same on every rank that has it; of a DTensor each rank writes what it holds. If it fails
+    anywhere, it raises OSError on every rank; WrongLayout if what the ranks hold does not make up the tensors.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     beside = folder.with_name(f".{folder.name}.part")
     if rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
-        _agree(lambda: beside.mkdir(parents=True))
-    else:
-        _agree(lambda: None)
     try:
-        parts = _agree(lambda: _write_part(beside, state, rank, ranks))
+        held = _agree(lambda: _start(beside, state, rank))
+        hand = _scatter(_deal(_gather(held)))
+        part = _agree(lambda: _write_part(beside, state, held, hand, rank, ranks))
+        parts = _gather(part)
         _agree(lambda: _publish(beside, folder, parts, trainer, about) if rank == 0 else None)
     finally:
         if rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+class _Held(NamedTuple):
+    """What one rank holds of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -127,21 +139,55 @@ class _Part:
     tensors: dict[str, Any]
 
 
-def _write_part(beside: Path, state: TrainState, rank: int, ranks: int) -> _Part:
+def _start(beside: Path, state: TrainState, rank: int) -> dict[str, _Held]:
+    if rank == 0:
+        beside.mkdir(parents=True)
+    named = {f"{room}/{name}": tensor for room, tensors in _rooms(state).items() for name, tensor in tensors.items()}
+    held = {name: _Held(tensor.dtype, tuple(tensor.shape), local_box(tensor)) for name, tensor in named.items()}
+    return {name: part for name, part in held.items() if part.box.numel or 0 in part.shape}
+
+
+def _deal(everyone: list[dict[str, _Held]]) -> list[set[str]]:
+    """Which rank writes its part of which tensors. A part that several ranks hold is written by one of them.
+
+    In each room the parts with one holder first, then the largest, each to its holder with the least so far.
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    nbytes: dict[tuple[str, Box], int] = {}
+    for rank, held in enumerate(everyone):
+        for name, part in held.items():
+            holders.setdefault((name, part.box), []).append(rank)
+            nbytes[name, part.box] = part.nbytes
+    hands: list[set[str]] = [set() for _ in everyone]
+    loads = {room: [0] * len(everyone) for room in ROOMS}
+    for name, box in sorted(holders, key=lambda key: (len(holders[key]) > 1, -nbytes[key], key)):
+        load = loads[name.partition("/")[0]]
+        rank = min(holders[name, box], key=load.__getitem__)
+        hands[rank].add(name)
+        load[rank] += nbytes[name, box]
+    return hands
+
+
+def _write_part(
+    beside: Path, state: TrainState, held: dict[str, _Held], hand: set[str], rank: int, ranks: int
+) -> _Part:
     part = _Part({}, {})
     for room, named in _rooms(state).items():
-        own = {name: named[name].detach().to("cpu").contiguous() for name in _deal(named, ranks)[rank]}
+        own = {name: _local(tensor) for name, tensor in named.items() if f"{room}/{name}" in hand}
         if not own:
             continue
         file = f"{room}.safetensors" if ranks == 1 else f"{room}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-        save_file(own, beside / file)
+        try:
+            save_file(own, beside / file)
+        except SafetensorError as error:  # a full disk, for one
+            raise OSError(f"{file}: {error}") from None
         _flush(beside / file)
-        part.files[file] = {"bytes": (beside / file).stat().st_size, "header": _header_digest(beside / file)}
+        part.files[file] = {"bytes": (beside / file).stat().st_size, "header": header_digest(beside / file)}
         for name, tensor in own.items():
-            shape = [*tensor.shape]
-            piece = {"file": file, "offset": [0] * tensor.ndim, "shape": shape, "sha256": _tensor_digest(tensor)}
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            part.tensors[f"{room}/{name}"] = {"dtype": dtype, "shape": shape, "pieces": [piece]}
+            dtype, shape, box = held[f"{room}/{name}"]
+            piece = {"file": file, "offset": [*box.offset], "shape": [*box.shape], "sha256": tensor_digest(tensor)}
+            about = {"dtype": str(dtype).removeprefix("torch."), "shape": [*shape], "pieces": [piece]}
+            part.tensors[f"{room}/{name}"] = about
     return part
 
 
@@ -149,17 +195,17 @@ def _publish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, 
     text = json.dumps(trainer, indent=1)
     (beside / TRAINER).write_text(text)
     files: dict[str, Any] = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    tensors: dict[str, Any] = {}
     for part in parts:
         files |= part.files
-        tensors |= part.tensors
+    for file in files:  # safetensors are written for their owner's eyes alone; a checkpoint is as open as other files
+        (beside / file).chmod((beside / TRAINER).stat().st_mode)
     versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
     manifest = {
         "format": FORMAT,
         "versions": versions,
         **about,
         "files": files,
-        "tensors": dict(sorted(tensors.items())),
+        "tensors": _join(parts),
     }
     manifest["digest"] = _manifest_digest(manifest)
     (beside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -168,36 +214,66 @@ def _publish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, 
     _swap_in(beside, folder)
 
 
+def _join(parts: list[_Part]) -> dict[str, Any]:
+    """The logical tensors from the pieces that the ranks wrote."""
+    tensors: dict[str, Any] = {}
+    for name, about in ((name, about) for part in parts for name, about in part.tensors.items()):
+        joined = tensors.setdefault(name, about | {"pieces": []})
+        if (joined["dtype"], joined["shape"]) != (about["dtype"], about["shape"]):
+            theirs, ours = (f"{one['dtype']} {one['shape']}" for one in (joined, about))
+            raise WrongLayout(f"{name} is {theirs} on one rank and {ours} on another")
+        joined["pieces"] += about["pieces"]
+    for name, about in tensors.items():
+        about["pieces"].sort(key=lambda piece: piece["offset"])
+        boxes = [Box(tuple(piece["offset"]), tuple(piece["shape"])) for piece in about["pieces"]]
+        if problem := why_not_whole(about["shape"], boxes):
+            raise WrongLayout(f"{name}: {problem}")
+    return dict(sorted(tensors.items()))
+
+
 def _rooms(state: TrainState) -> dict[str, dict[str, Tensor]]:
     slots = {f"{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
     return {"model": state.model, "optimizer": slots, "strategy": state.strategy}
 
 
-def _deal(named: dict[str, Tensor], ranks: int) -> list[list[str]]:
-    """Which rank writes which tensor: the largest first, each to the rank with the least so far."""
-    hands: list[list[str]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for name in sorted(named, key=lambda name: (-named[name].nbytes, name)):
-        rank = loads.index(min(loads))
-        hands[rank].append(name)
-        loads[rank] += named[name].nbytes
-    return hands
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).to("cpu").contiguous()
 
 
-def _agree(task: Callable[[], T]) -> list[T]:
-    """Does `task` on every rank and returns all results, or raises the first rank's OSError on every rank."""
+def _agree(task: Callable[[], T]) -> T:
+    """Does `task` on every rank, or raises the first rank's error on every rank."""
+    error: Exception | None = None
     try:
-        outcome: T | OSError = task()
-    except OSError as error:
-        outcome = error
-    outcomes: list[Any] = [outcome]
+        result = task()
+    except (OSError, WrongLayout) as caught:
+        error = caught
+    errors: list[Exception | None] = [error]
     if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
-    for other in outcomes:
-        if isinstance(other, OSError):
-            raise other
-    return outcomes
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    for error in errors:
+        if error:
+            raise error
+    return result
+
+
+def _gather(value: T) -> list[T]:
+    """All ranks' values on rank 0, which alone has to hold them; nothing on the others."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+def _scatter(values: list[T]) -> T:
+    """To every rank its own of rank 0's."""
+    if not dist.is_initialized():
+        return values[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, values if dist.get_rank() == 0 else None)
+    return received[0]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -218,11 +294,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 raise DamagedCheckpoint(f"{folder / MANIFEST} points outside its folder: {file!r}")
             if (folder / file).stat().st_size != about["bytes"]:
                 raise DamagedCheckpoint(f"{folder / file} is not {about['bytes']} bytes long")
+        sizes = {file: about["bytes"] for file, about in manifest["files"].items()}
+        tensors = parse_tensors(manifest["tensors"], Pieces(folder, manifest["files"]), sizes)
+        if strangers := [name for name in tensors if name.partition("/")[0] not in ROOMS]:
+            raise DamagedCheckpoint(f"{folder / MANIFEST} has a tensor that belongs to nothing: {strangers[0]!r}")
         trainer_text = (folder / TRAINER).read_bytes()
         if hashlib.sha256(trainer_text).hexdigest() != manifest["files"][TRAINER]["sha256"]:
             raise DamagedCheckpoint(f"{folder / TRAINER} does not match its digest")
-        return Checkpoint(folder, manifest, json.loads(trainer_text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Checkpoint(folder, manifest, json.loads(trainer_text), tensors)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from None
 
 
@@ -249,17 +329,3 @@ def _flush(path: Path) -> None:
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _header_digest(path: Path) -> str:
-    """safetensors: eight bytes of length, then that much JSON."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        header = file.read(min(int.from_bytes(length, "little"), 1 << 30))
-    return hashlib.sha256(length + header).hexdigest()
-
-
-def _tensor_digest(tensor: Tensor) -> str:
-    flat = tensor.contiguous().view(-1)
-    raw: Callable[[], Any] = flat.view(torch.uint8).numpy if flat.numel() else lambda: b""
-    return hashlib.sha256(memoryview(raw())).hexdigest()

@@ -19,7 +19,7 @@ from shoal.config.schema import Config, LoaderConfig
 from shoal.config.yaml import Sources, Tree, format_value, is_section, parse_value, read_yaml
 from shoal.errors import UserError
 
-RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe"}
+RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe"}
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 OVERRIDE, DEFAULT = "command line", "default"
 

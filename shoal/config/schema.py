@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 ranks hold nothing; use 1, or -1 for what is left")
+    return value
+
 
 Positive = Annotated[int, Field(ge=1)]
+Side = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+Half = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -79,6 +88,32 @@ Scheduler = Annotated[
 ]  # fmt: skip
 
 
+Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp8"]
+
+
+class CheckpointingConfig(Section):
+    mode: Literal["none", "full", "selective"] = "none"
+    """`full` keeps only what goes into a block; `selective` also attention and every second matrix product."""
+    every: Positive = 1
+    """Only every n-th block."""
+    classes: list[str] | None = None
+    """Modules of these classes instead of the plan's blocks."""
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> CheckpointingConfig:
+        if self.mode == "none" and (self.classes or self.every > 1):
+            raise ValueError("`every` and `classes` have no effect with mode: none; use full or selective")
+        return self
+
+
+def _by_mode(value: Any) -> Any:
+    """`activation_checkpointing: full` is short for `{mode: full}`."""
+    return {"mode": value} if isinstance(value, str) else value
+
+
+Checkpointing = Annotated[CheckpointingConfig, BeforeValidator(_by_mode)]
+
+
 class TrainingConfig(Section):
     max_steps: Positive | None = None
     """Updates to make; this or `num_epochs`."""
@@ -93,12 +128,17 @@ class TrainingConfig(Section):
     """Micro-batches in one update on one device."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    mixed_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What matrix products are computed in; weights and optimizer state stay fp32."""
+    mixed_precision: Precision = "fp32"
+    """What is computed in; the optimizer's weights and state stay fp32. `bf16` and `fp16` are for matrix products
+    (autocast), `pure_bf16` is for everything, `fp8` is for the products of large linear layers and bf16 for others."""
     tf32: bool = False
     """Let fp32 matrix products on a CUDA device use TF32."""
     compile: bool = False
     """torch.compile, block by block."""
+    activation_checkpointing: Checkpointing = CheckpointingConfig()
+    """Recompute in the backward instead of keeping: `none`, `full`, `selective`, or a section."""
+    loss_chunks: Positive = 1
+    """Make logits of this many parts of a batch in turn and never of all of it, for large vocabularies."""
 
     optimizer: Optimizer = AdamW()
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -148,11 +188,74 @@ class DDPConfig(Section):
     broadcast_buffers: bool = True
 
 
+class FSDPConfig(Section):
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"
+    """`FULL_SHARD` gathers a unit's parameters for its forward and again for its backward, `SHARD_GRAD_OP` keeps them
+    in between, `NO_SHARD` keeps whole replicas, `HYBRID_SHARD` shards within replicas (see `distributed.mesh`)."""
+    auto_wrap_policy: Literal["transformer_based", "size_based"] | None = None
+    """What is gathered at once: the plan's blocks, or modules of at least `min_num_params`. Unless given: the blocks
+    where there are any, else the whole model."""
+    min_num_params: Positive | None = None
+    """For `size_based`; 100 million unless given."""
+    wrap_classes: list[str] | None = None
+    """The classes of the modules that are gathered at once, instead of a policy."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory."""
+    param_dtype: Half | None = None
+    """What parameters are gathered in. Unless given: bf16 for `pure_bf16`, else fp32."""
+    reduce_dtype: Half | None = None
+    """What gradients are summed over ranks in. Unless given: fp32."""
+    buffer_dtype: Half | None = None
+    """What floating-point buffers are kept in. Unless given: as the model made them."""
+    reduce_every_micro_batch: bool = False
+    """Sum gradients over ranks after every micro-batch: more to send, but only shards of them to keep."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE"
+    """When a unit's backward begins, the next one's parameters are asked for: BACKWARD_PRE, all that torch has."""
+    forward_prefetch: bool = False
+    """Ask for the next unit's parameters before this unit's forward is even issued."""
+    limit_all_gathers: bool = True
+    """Never more than two units gathered at once, which is always so."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> FSDPConfig:
+        if self.backward_prefetch != "BACKWARD_PRE":
+            raise ValueError(
+                f"backward_prefetch = {self.backward_prefetch}, but torch's fully_shard always asks for the next unit "
+                "before a unit's backward; use BACKWARD_PRE or leave it out"
+            )
+        if not self.limit_all_gathers:
+            raise ValueError(
+                "limit_all_gathers = false, but torch's fully_shard frees a unit before it gathers the one after the "
+                "next and cannot do otherwise; use true or leave it out"
+            )
+        if self.wrap_classes is not None and self.auto_wrap_policy is not None:
+            raise ValueError(
+                f"auto_wrap_policy = {self.auto_wrap_policy} and wrap_classes = {self.wrap_classes} both choose the "
+                "units; set one of them to null"
+            )
+        if self.min_num_params is not None and self.auto_wrap_policy != "size_based":
+            raise ValueError(
+                f"min_num_params = {self.min_num_params} is for auto_wrap_policy: size_based; add that or leave it out"
+            )
+        return self
+
+
+class MeshConfig(Section):
+    """How many ranks lie along each dimension; -1 is what is left of the world."""
+
+    dp_replicate: Side = 1
+    dp_shard: Side = -1
+
+
 class DistributedConfig(Section):
-    strategy: Literal["auto", "single", "ddp"] = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """`auto` is `single` for one process and `ddp` for several."""
+    mesh: MeshConfig | None = None
+    """For `fsdp`'s HYBRID_SHARD: replicas × shards."""
     ddp: DDPConfig = DDPConfig()
     """The options of torch's DistributedDataParallel."""
+    fsdp: FSDPConfig = FSDPConfig()
+    """The options of torch's fully_shard, by the names that FSDP gave them."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What processes talk through: NCCL between GPUs and gloo elsewhere. Ranks that share a GPU need `gloo`."""
     timeout: Annotated[float, Field(gt=0)] = 1800.0

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError
@@ -39,6 +40,17 @@ def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
         raise UserError(
             f"{key}: cannot load {name!r}: {reason}; give a local path or the name of one on the Hub"
         ) from error
+
+
+def snapshot(key: str, name: str, revision: str | None, patterns: list[str], *, local_only: bool) -> Path:
+    """The folder of a Hub repository's files, downloaded unless `local_only`; what was cached is found without a
+    network."""
+    with hub(key, name, "huggingface_hub", local=local_only) as huggingface_hub:
+        offline = local_only or huggingface_hub.constants.HF_HUB_OFFLINE
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, local_files_only=offline
+        )
+    return Path(folder)
 
 
 def _hub_answers(url: str) -> bool:

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
-    ("H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("H200", {"fp8": 1979, "bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
     ("H100 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
     ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
-    ("H100", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("H100", {"fp8": 1979, "bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
     ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
     ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
     ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
@@ -47,12 +47,8 @@ def peak_flops(device: torch.device | str, precision: str) -> float | None:
     return None
 
 
-def count_forward_flops(model: nn.Module, call: Callable[[nn.Module], object]) -> int | None:
-    """FLOPs of `call(model)`, without computing: on a copy of the model that holds shapes only.
-
-    `call` gets the copy and must feed it meta tensors (`tree_to_meta`). None when the model cannot run on
-    shapes alone, for instance because its control flow depends on values.
-    """
+def copy_on_meta(model: nn.Module) -> nn.Module | None:
+    """A copy that has shapes and no memory; None if the model cannot be copied."""
     # deepcopy takes what its memo holds, so not even for a moment is there a second set of weights.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -60,9 +56,20 @@ def count_forward_flops(model: nn.Module, call: Callable[[nn.Module], object]) -
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # foreign modules refuse in their own ways, and an estimate must not end a run
+        return None
+
+
+def count_forward_flops(forward: Callable[[], object]) -> int | None:
+    """FLOPs of a call of a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
+
+    None when the model cannot run on shapes alone, for instance because its control flow depends on values.
+    """
+    try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            call(copy.deepcopy(model, memo))
-    except Exception:  # foreign kernels fail on meta in their own ways, and an estimate must not end a run
+            forward()
+    except Exception:  # foreign kernels fail on meta in their own ways, too
         return None
     return counter.get_total_flops()
 

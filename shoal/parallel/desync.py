@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.parallel.shards import local_part
 from shoal.types import MicroBatch
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -18,17 +19,22 @@ class Desync(RuntimeError):
     """Ranks that should agree do not."""
 
 
-def check_replicas(named: Mapping[str, Tensor]) -> None:
-    """Compares a hash of each tensor over ranks; names the first rank and tensor that differ."""
+def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Compares a hash of what this rank holds of each tensor over the ranks of `group`, which should hold the same.
+
+    Names the first rank and tensor that differ.
+    """
     names = list(named)
-    own = torch.stack([_hash(tensor) for tensor in named.values()])
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, own)
-    for rank, hashes in enumerate(told):
+    own = torch.stack([_hash(local_part(tensor)) for tensor in named.values()])
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, hashes in zip(ranks, told, strict=True):
         different = (hashes != told[0]).nonzero().flatten().tolist()
         if different:
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            raise Desync(f"replicas drifted apart: {names[different[0]]}{more} on rank {rank} is not what rank 0 has")
+            first = names[different[0]]
+            raise Desync(f"replicas drifted apart: {first}{more} on rank {rank} is not what rank {ranks[0]} has")
 
 
 def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[int, int]]) -> None:
@@ -50,4 +56,4 @@ def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[
 
 def _hash(tensor: Tensor) -> Tensor:
     """The sum of the bits, read as integers: one pass, no copy."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

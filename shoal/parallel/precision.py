@@ -1,28 +1,72 @@
-"""Who computes in which type. Weights, gradients and optimizer state stay fp32; `bf16` and `fp16` are autocast."""
+"""Who computes in which type.
+
+Weights, gradients and optimizer state are fp32 in every mode; what differs is what is computed in, and who casts.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from shoal.errors import UserError
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Types:
+    """The four types of a mode."""
+
+    storage: str
+    """Of the weights that the optimizer updates."""
+    compute: str
+    accumulate: str
+    """Of gradients that add up over micro-batches."""
+    reduce: str
+    """Of gradients that are summed over ranks."""
+    cast_by: str
+    """Who brings weights and activations to the compute type."""
+
+
+PRECISIONS = {
+    "fp32": Types("fp32", "fp32", "fp32", "fp32", "nobody"),
+    "bf16": Types("fp32", "bf16", "fp32", "fp32", "autocast: matrix products in bf16, norms and sums in fp32"),
+    "fp16": Types("fp32", "fp16", "fp32", "fp32", "autocast, with the loss scaled"),
+    "pure_bf16": Types("fp32", "bf16", "fp32", "fp32", "FSDP, when it gathers: everything in bf16"),
+    "fp8": Types("fp32", "fp8", "fp32", "fp32", "torchao in linear layers, autocast to bf16 elsewhere"),
+}
 
 
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    """Refuses what the device cannot do."""
+    if "bf16" in precision and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"training.mixed_precision = bf16, but {name} has no bf16 arithmetic; use fp32")
+        raise UserError(f"training.mixed_precision = {precision}, but {name} has no bf16 arithmetic; use fp32")
+    if precision == "fp8":
+        if device.type != "cuda":
+            raise UserError(f"training.mixed_precision = fp8 needs a GPU, but the run is on {device.type}; use bf16")
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device)
+            raise UserError(
+                f"training.mixed_precision = fp8, but {name} has no fp8 arithmetic (Ada, Hopper and later do); use bf16"
+            )
     if tf32 and device.type != "cuda":
         raise UserError(f"training.tf32 = true needs a CUDA device, but the run is on {device.type}; set it to false")
 
 
+def half_type(precision: str) -> torch.dtype | None:
+    """The half type that a mode computes in, if it does."""
+    compute = PRECISIONS[precision].compute
+    return None if compute == "fp32" else DTYPES["bf16" if compute == "fp8" else compute]
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    if precision == "fp32":
+    half = half_type(precision)
+    if half is None or precision == "pure_bf16":
         return nullcontext()
-    return torch.autocast(device.type, HALF[precision])
+    return torch.autocast(device.type, half)
 
 
 class HalfWitness:
@@ -30,7 +74,7 @@ class HalfWitness:
 
     def __init__(self, precision: str) -> None:
         self.seen = False
-        self._wanted = HALF.get(precision)
+        self._wanted = half_type(precision)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen or tensor.dtype == self._wanted

@@ -55,6 +55,10 @@ class World:
         """Makes the process group, unless somebody has."""
         if dist.is_initialized():
             return
+        if self.size == 1 and "MASTER_ADDR" not in os.environ:  # nobody to talk to, so nowhere to listen
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+            return
         if self._on_one_machine:  # which nobody else is to reach
             loopback = "lo0" if sys.platform == "darwin" else "lo"
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -92,6 +93,18 @@ class Recipe:
     def preview(self, model: nn.Module) -> str | None:
         """Something to look at after an evaluation, such as a generated text. Called on every rank."""
         return None
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the cross-entropy over labels that are not ignored, in float32.
+
+    Logits (..., vocab) against labels (...), which are the tokens to be predicted: nothing is shifted here. A recipe
+    whose loss is this may name its `head` in the plan. With `training.loss_chunks` the head then returns that sum
+    itself, one number in place of the logits, and it is passed on.
+    """
+    if logits.ndim == 0:
+        return logits
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def num_samples(batch: Any) -> int:

@@ -6,9 +6,10 @@ from shoal.config.schema import Config
 from shoal.parallel.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.ddp import DDPStrategy
+from shoal.strategies.fsdp import FSDPStrategy
 from shoal.strategies.single import SingleStrategy
 
-__all__ = ["DDPStrategy", "DistributedStrategy", "Objective", "SingleStrategy", "from_config"]
+__all__ = ["DDPStrategy", "DistributedStrategy", "FSDPStrategy", "Objective", "SingleStrategy", "from_config"]
 
 
 def from_config(config: Config) -> DistributedStrategy:
@@ -19,6 +20,8 @@ def from_config(config: Config) -> DistributedStrategy:
         "mixed_precision": training.mixed_precision,
         "tf32": training.tf32,
         "compile": training.compile,
+        "activation_checkpointing": training.activation_checkpointing,
+        "loss_chunks": training.loss_chunks,
         "seed": config.experiment.seed,
         "deterministic": config.experiment.deterministic,
         "backend": distributed.backend,
@@ -29,4 +32,8 @@ def from_config(config: Config) -> DistributedStrategy:
         name = "ddp" if World.from_environment().size > 1 else "single"
     if name == "single":
         return SingleStrategy(**common)
+    if name == "fsdp":
+        mesh = distributed.mesh.model_dump() if distributed.mesh else None
+        always_so = {"backward_prefetch", "limit_all_gathers"}
+        return FSDPStrategy(**common, mesh=mesh, **distributed.fsdp.model_dump(exclude=always_so))
     return DDPStrategy(**common, **distributed.ddp.model_dump())

@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
+from shoal.parallel.activation_checkpointing import apply_activation_checkpointing
+from shoal.parallel.chunked_loss import ChunkedHead
 from shoal.parallel.compile import apply_compile
+from shoal.parallel.float8 import apply_float8
 from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.mesh import build_mesh, data_size
 from shoal.parallel.precision import autocast, check_precision
-from shoal.parallel.weights import materialise
+from shoal.parallel.weights import DRAWN, materialise
 from shoal.parallel.world import World, choose_backend
 from shoal.seeding import SampleRng, mix
 from shoal.strategies.state import (
@@ -34,7 +38,7 @@ from shoal.strategies.state import (
     restore_state,
 )
 from shoal.torch_private import uncompiled
-from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState
+from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 
 class Objective(Protocol):
@@ -54,6 +58,8 @@ class DistributedStrategy:
     engine: nn.Module
     keeps_gradients = False
     """Whether gradients live in buffers of the engine's and are zeroed instead of freed."""
+    needs_mesh = False
+    """Whether it takes a process group also on one process."""
 
     def __init__(
         self,
@@ -62,6 +68,8 @@ class DistributedStrategy:
         mixed_precision: str = "fp32",
         tf32: bool = False,
         compile: bool = False,
+        activation_checkpointing: CheckpointingConfig | str = "none",
+        loss_chunks: int = 1,
         seed: int = 0,
         deterministic: bool = False,
         backend: str = "auto",
@@ -73,9 +81,19 @@ class DistributedStrategy:
         self.data_rank, self.data_size = world.rank, data_size(self.mesh_sizes())
         self.device = find_device(device, self.world.local_rank)
         self.precision, self.compile, self.seed = mixed_precision, compile, seed
-        self.compiled_modules = 0
+        if isinstance(activation_checkpointing, str):
+            activation_checkpointing = CheckpointingConfig(mode=activation_checkpointing)  # type: ignore[arg-type]
+        self.activation_checkpointing, self.loss_chunks = activation_checkpointing, loss_chunks
+        self.compiled_modules = self.float8_layers = 0
+        self.checkpointed_modules: list[str] = []
+        self.chunked_head: ChunkedHead | None = None
         self._tf32, self._deterministic, self._timeout_seconds = tf32, deterministic, timeout
         check_precision(mixed_precision, tf32, self.device)
+        if mixed_precision == "pure_bf16" and self.name in ("single", "ddp"):
+            raise UserError(
+                f"training.mixed_precision = pure_bf16 needs someone to keep fp32 weights beside, and {self.name} does "
+                "not; use distributed.strategy: fsdp (on one process too; NO_SHARD is ddp's layout), or bf16"
+            )
         self.backend = choose_backend(backend, self.device, self.world)
         self.loss_scale = LossScale(self.device) if mixed_precision == "fp16" else None
 
@@ -84,6 +102,10 @@ class DistributedStrategy:
     def mesh_sizes(self) -> dict[str, int]:
         """The sides of the mesh that are longer than one."""
         return {}
+
+    def about(self) -> str:
+        """The layout in words, for the report."""
+        return self.name
 
     def setup(self) -> None:
         if self.device.type == "cuda":
@@ -94,7 +116,7 @@ class DistributedStrategy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
-        if self.world.size > 1:
+        if self.world.size > 1 or self.needs_mesh:
             self.world.join(self.device, self.backend, self._timeout_seconds)
             self.mesh = build_mesh(self.device.type, **self.mesh_sizes())
 
@@ -116,17 +138,31 @@ class DistributedStrategy:
     # The loop's verbs
 
     def prepare(
-        self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], plan: ParallelPlan
+        self,
+        model: nn.Module,
+        build_optimizer: Callable[[nn.Module], Optimizer],
+        plan: ParallelPlan,
+        weights: Weights = DRAWN,
     ) -> tuple[nn.Module, Optimizer]:
         """Gives the model its weights and its place. What comes back has the names of the plain model.
 
         The engine that computes it in this layout, such as DDP's wrapper, stays in here.
         """
-        materialise(model, self.device, self.seed)
+        if self.precision == "fp8":
+            self.float8_layers = apply_float8(model, plan)
+        self.chunked_head = None
+        if self.loss_chunks > 1:
+            self.chunked_head = ChunkedHead(model, plan, self.loss_chunks, compiled=self.compile)
+        self.checkpointed_modules = apply_activation_checkpointing(model, plan, self.activation_checkpointing)
         if self.compile:
             self.compiled_modules = apply_compile(model, plan)
-        self.engine = self.wrap_model(model)
+        self.engine = self.place(model, plan, weights)
         return model, build_optimizer(model)
+
+    def place(self, model: nn.Module, plan: ParallelPlan, weights: Weights) -> nn.Module:
+        """The engine: the model spread as this layout has it, with its weights."""
+        materialise(model, self.device, self.seed, weights)
+        return self.wrap_model(model)
 
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
@@ -134,16 +170,17 @@ class DistributedStrategy:
         """Gradients of (sum of losses over the global batch) / (count over the global batch)."""
         batches = [self.ready(micro, recipe) for micro in micro_batches]
         count = self.reduce(self._sum([recipe.count(batch) for batch in batches], micro_batches))
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / count.clamp(min=1)
+        per_count = (self.loss_scale.scale if self.loss_scale else 1.0) / count.clamp(min=1)
         losses = []
         for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
             self._seed_generators(step, index)
+            scale = per_count * micro.weight
             with self.accumulate(self.engine, last=index == len(batches) - 1):
-                with self.autocast():
+                with self.autocast(), self.scoring(batch, scale):
                     loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
                 if loss.ndim:
                     raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
-                loss.backward(scale * micro.weight)  # as if the loss were multiplied by it, for fewer operations
+                loss.backward(scale)  # as if the loss were multiplied by it, for fewer operations
             losses.append(loss.detach().float())
         return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)
 
@@ -153,8 +190,8 @@ class DistributedStrategy:
         Fused optimizers do all of it inside their one kernel, through the two tensors that torch's GradScaler also
         sets, and the host does not wait to know. Others are given divided gradients, and the host waits.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = get_total_norm(gradients)
+        gradients = self.gradients(optimizer)
+        norm = self.norm(optimizer, gradients)
         if self.loss_scale:
             norm = norm / self.loss_scale.scale
         skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
@@ -166,13 +203,29 @@ class DistributedStrategy:
             optimizer.step()
             optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
         elif not skipped:
-            for gradient in gradients if divisor is not None else ():
-                gradient.div_(divisor)
+            if divisor is not None:
+                for gradient in gradients:
+                    gradient.div_(divisor)
             optimizer.step()
-        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        self.zero_gradients(optimizer)
         if self.loss_scale:
             self.loss_scale.update(skipped)
         return StepInfo(norm, skipped)
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """What this rank's optimizer is about to use."""
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def norm(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
+        """Of the whole gradient, equal on all ranks."""
+        return get_total_norm(gradients)
+
+    def zero_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def scoring(self, batch: Any, scale: Tensor | None = None) -> AbstractContextManager[None]:
+        """Around a forward whose head is to give the loss instead of logits, where `loss_chunks` asks for it."""
+        return nullcontext() if self.chunked_head is None else self.chunked_head.scoring(batch["labels"], scale)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
@@ -180,7 +233,7 @@ class DistributedStrategy:
         losses = []
         for index, batch in enumerate(batches):
             self._seed_generators("eval", index)
-            with self.autocast():
+            with self.autocast(), self.scoring(batch):
                 losses.append(recipe.loss(model(**recipe.inputs(batch)), batch).float())
         count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
         return StepOutput(self.reduce(self._sum(losses, micro_batches)), self.reduce(count))
@@ -212,10 +265,7 @@ class DistributedStrategy:
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips, and returns the norm before it. `step(optimizer, max_norm)` does the same and the update."""
-        if self.loss_scale:
-            raise UserError(
-                "clip_grad_norm cannot see through fp16's loss scale; use strategy.step(optimizer, max_norm)"
-            )
+        self._refuse_loss_scale()
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -239,6 +289,12 @@ class DistributedStrategy:
     def barrier(self) -> None:
         if self.world.size > 1:
             dist.barrier()
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same parameters as this one, if there are others."""
+        if self.mesh is None or self.mesh["dp_replicate"].size() == 1:
+            return None
+        return self.mesh.get_group("dp_replicate")
 
     def to_device(self, batch: Any) -> Any:
         """Moves the tensors in dicts, lists, tuples and named tuples, however nested."""
@@ -279,10 +335,11 @@ class DistributedStrategy:
         try:
             checkpoint = open_checkpoint(path)
             settings = checkpoint.manifest.get("optimizer")  # a run of the trainer has its config instead
-            shapes = {name: [*tensor.shape] for name, tensor in self.state(plain, optimizer).model.items()}
+            here = self.state(plain, optimizer).model
+            shapes = {name: [*tensor.shape] for name, tensor in here.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
             check_same_optimizer(optimizer, settings, path)
-            loaded = checkpoint.read()
+            loaded = checkpoint.checked_for(here)
         except (DamagedCheckpoint, UserError) as error:
             problem = error
         if self.highest(problem is not None):  # all ranks go on or none does
@@ -296,6 +353,12 @@ class DistributedStrategy:
     def ready(self, micro: MicroBatch, recipe: Objective) -> Any:
         """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
         return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
+
+    def _refuse_loss_scale(self) -> None:
+        if self.loss_scale:
+            raise UserError(
+                "clip_grad_norm cannot see through fp16's loss scale; use strategy.step(optimizer, max_norm)"
+            )
 
     def _seed_generators(self, *place: int | str) -> None:
         """Seeds what a model draws from by its place in the run.

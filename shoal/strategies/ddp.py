@@ -124,6 +124,7 @@ def _sum_over_ranks(state, bucket):  # type: ignore[no-untyped-def]  # DDP refus
 
     Multiplying the loss by the number of ranks would undo the average too, but round twice.
     """
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    return work.get_future().then(lambda future: buffer)

@@ -7,33 +7,69 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal.checkpoint.boxes import local_box, whole_box
+from shoal.checkpoint.stored import Stored
 from shoal.errors import UserError
+from shoal.parallel.shards import local_part
+from shoal.torch_private import as_shard
 from shoal.types import TrainState
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]) -> TrainState:
-    """`own` is what the strategy itself keeps, such as a loss scale."""
+    """`own` is what the strategy itself keeps, such as a loss scale.
+
+    Where the optimizer steps the local part of a sharded parameter, what it keeps for it is sharded alike.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    moments = {
-        names[parameter]: {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        for parameter, state in optimizer.state.items()
-    }
+    moments: dict[str, dict[str, Tensor]] = {}
+    for parameter, state in optimizer.state.items():
+        whole = sharded_parameter(parameter)
+        tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor)}
+        if whole is not parameter and isinstance(whole, DTensor):
+            shape = parameter.shape
+            tensors = {slot: as_shard(t, whole) if t.shape == shape else t for slot, t in tensors.items()}
+        moments[names[whole]] = tensors
     return TrainState(_model_state(model), moments, own)
 
 
 @torch.no_grad()
 def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
-    """The inverse; the names must be those of the model (the checkpoint room has checked that)."""
+    """The inverse, one tensor at a time. Values are whole tensors or on disk; a rank takes its part of them.
+
+    The names must be those of the model (the checkpoint room has checked that).
+    """
     for name, tensor in _model_state(model).items():
-        tensor.copy_(state.model[name])
-    parameters = dict(model.named_parameters())
-    for name, moments in state.optimizer.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
+        local_part(tensor).copy_(_part(state.model[name], tensor))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer.state.clear()  # what has no state there has none here
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        whole = sharded_parameter(parameter)
+        for slot, value in state.optimizer.get(names[whole], {}).items():
+            alike = tuple(value.shape) == tuple(whole.shape)
+            part = _part(value, whole) if alike else _part(value, value)
+            kept = torch.empty(part.shape, dtype=part.dtype, device=local_part(whole).device).copy_(part)
+            sharded = alike and isinstance(parameter, DTensor)
+            optimizer.state[parameter][slot] = as_shard(kept, parameter) if sharded else kept
     for name in own.keys() & state.strategy.keys():  # a checkpoint of another precision has none
-        own[name].copy_(state.strategy[name])
+        own[name].copy_(_part(state.strategy[name], own[name]))
+
+
+def sharded_parameter(parameter: Tensor) -> Tensor:
+    """The model's parameter that one of the optimizer's stands for: a sharded layout steps local parts."""
+    return getattr(parameter, "shard_of", parameter)
+
+
+def _part(value: Tensor | Stored, like: Tensor | Stored) -> Tensor:
+    """What this rank holds of `value` where it is laid out as `like`."""
+    if isinstance(like, Stored) or not isinstance(like, DTensor):
+        return value.read() if isinstance(value, Stored) else value
+    if isinstance(value, DTensor):
+        return value.redistribute(like.device_mesh, like.placements).to_local()
+    box = local_box(like)
+    return value.read(*box) if isinstance(value, Stored) else value[box.within(whole_box(value.shape))]
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -19,9 +19,8 @@ class Meter:
 
     def __init__(self, device: torch.device, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int):
         self._unit = unit
-        self._peak_flops = peak_flops(
-            device, "tf32" if training.tf32 and training.mixed_precision == "fp32" else training.mixed_precision
-        )
+        precision = training.mixed_precision.removeprefix("pure_")
+        self._peak_flops = peak_flops(device, "tf32" if training.tf32 and precision == "fp32" else precision)
         self._steps: list[tuple[StepOutput, StepInfo]] = []
         self._counted = 0.0
         self._skipped_steps = skipped_steps
@@ -74,9 +73,14 @@ class Meter:
 
 
 def flops_per_sample(
-    strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective
+    strategy: DistributedStrategy, shapes: nn.Module | None, micro: MicroBatch, recipe: Objective
 ) -> float | None:
-    """Model FLOPs of a forward and backward (twice the forward) for one sample, counted without computing."""
+    """Model FLOPs of a forward and backward (twice the forward) for one sample, counted without computing.
+
+    `shapes` is the model on meta, as it was before any layout changed it.
+    """
+    if shapes is None:
+        return None
     batch = tree_to_meta(strategy.ready(micro, recipe))
-    forward = count_forward_flops(model, lambda meta_model: meta_model(**recipe.inputs(batch)))
+    forward = count_forward_flops(lambda: shapes(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

@@ -12,6 +12,7 @@ import shoal
 from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
 from shoal.errors import UserError
+from shoal.parallel.activation_checkpointing import num_recomputed
 from shoal.parallel.precision import HalfWitness
 from shoal.torch_private import compiled_graphs
 
@@ -26,6 +27,7 @@ class Report:
         self.trainer = trainer
         self.training = trainer.config.training
         self._witness = HalfWitness(self.training.mixed_precision)
+        self._recomputed_before = num_recomputed()
         self._graphs_before = compiled_graphs() if self.training.compile else 0
 
     def watch(self) -> AbstractContextManager[None]:
@@ -40,6 +42,19 @@ class Report:
             raise UserError(
                 "training.compile = true, but torch.compile compiled nothing of this model (see TORCH_LOGS=dynamo); "
                 "set it to false or change the model"
+            )
+        recomputed = num_recomputed() > self._recomputed_before
+        if self.trainer.strategy.checkpointed_modules and not self.training.compile and not recomputed:
+            mode = self.training.activation_checkpointing.mode
+            raise UserError(
+                f"training.activation_checkpointing = {mode}, but nothing was computed again in the first step's "
+                "backward; set it to none or look for what keeps the model's blocks from being called"
+            )
+        head = self.trainer.strategy.chunked_head
+        if head is not None and not head.num_scored:
+            raise UserError(
+                f"training.loss_chunks = {self.training.loss_chunks}, but the model never called the plan's head in "
+                "the first step; set it to 1 or mend the recipe's parallel_plan"
             )
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
@@ -64,13 +79,16 @@ class Report:
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
         yield "run folder", str(t.output_dir), ("experiment.output_dir", "experiment.name")
         device = _device_name(t.strategy.device)
-        yield "strategy", f"{t.strategy.name} on {device}", ("distributed.strategy", "training.device")
+        yield "strategy", f"{t.strategy.about()} on {device}", ("distributed.strategy", "training.device")
         trained = sum(p.numel() for p in t.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in t.model.parameters() if not p.requires_grad)
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
-        yield "model", f"{type(t.model).__name__}, {sizes}", ("recipe",)
+        kind = type(t.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
+        yield "model", f"{kind}, {sizes}", ("recipe",)
         built = f"as built; this process held the whole model once; {t.weights.reason}".rstrip("; ")
-        yield "weights", "drawn by name" if t.weights.kind == "init" else built, ("experiment.seed",)
+        read = f"read from {len(t.weights.files)} files; {t.weights.reason}".rstrip("; ")
+        weights = {"init": "drawn by name", "files": read, "built": built}[t.weights.kind]
+        yield "weights", weights, ("experiment.seed",)
         yield "data", f"{t.epoch_size:,} samples an epoch" if t.epoch_size else "a stream", ("dataset.name",)
         first, *later = t.batches.phases
         times = accumulation(first, t.strategy.data_size)
@@ -84,6 +102,13 @@ class Report:
         yield "optimizer", f"{training.optimizer.name} (fused), {schedule}", schedule_keys
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
+        if t.strategy.float8_layers:
+            yield "fp8", f"{t.strategy.float8_layers} linear layers", ("training.mixed_precision",)
+        if names := t.strategy.checkpointed_modules:
+            mode = training.activation_checkpointing.mode
+            yield "recomputed", f"{len(names)} modules, {mode}", ("training.activation_checkpointing.mode",)
+        if training.loss_chunks > 1:
+            yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
         if training.compile:
             yield "compile", f"{t.strategy.compiled_modules} modules", ("training.compile",)
         if config.experiment.deterministic:
@@ -94,6 +119,10 @@ class Report:
         idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
         if idle and not config.dataset.num_workers:
             yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)
+        for section in ("ddp", "fsdp", "mesh"):
+            keys = tuple(key for key in t.run.sources if key.startswith(f"distributed.{section}."))
+            if keys and t.strategy.name != ("fsdp" if section == "mesh" else section):
+                yield "not in force", f"distributed.{section}: the strategy is {t.strategy.name}", keys
 
 
 def _device_name(device: torch.device) -> str:

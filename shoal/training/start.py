@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import CheckpointManager, DamagedCheckpoint
+from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
@@ -19,7 +20,7 @@ from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.parallel.world import World
 from shoal.strategies import DistributedStrategy
-from shoal.types import BatchPhase, TrainState
+from shoal.types import BatchPhase
 
 
 @dataclass(frozen=True)
@@ -66,28 +67,47 @@ def restore(
     optimizer: Optimizer,
     warn: Callable[[str], None],
 ) -> Progress:
-    """Loads the last good checkpoint, if there is one."""
-    allowed = run.config.checkpoint.allow_changed
-    for checkpoint in find_start(run.config.checkpoint.resume, manager, warn):
-        shapes = {name: [*tensor.shape] for name, tensor in strategy.state(model, optimizer).model.items()}
-        if "config" not in checkpoint.manifest:
-            raise UserError(
-                f"{checkpoint.folder} was saved by a loop of its own; load it with strategy.load_checkpoint"
-            )
-        check_same_model(checkpoint, shapes)
-        check_same_run(checkpoint, run.tree(), allowed)
-        batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-        state: TrainState | None = None
+    """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
+    resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
+    folders = find_start(resume, manager, warn)
+    _check_same_storage(folders, manager, strategy)
+    damages: list[str] = []
+    for folder in folders:
+        here = strategy.state(model, optimizer).model
+        damage = ""
         try:
-            state = checkpoint.read()
-        except DamagedCheckpoint as damage:
-            warn(f"checkpoint {checkpoint.folder.name} is damaged and passed over: {damage}")
-        if strategy.highest(state is None):  # one that a single rank cannot read is read by none
+            checkpoint = open_checkpoint(folder)
+            if "config" not in checkpoint.manifest:
+                raise UserError(f"{folder} was saved by a loop of its own; load it with strategy.load_checkpoint")
+            check_same_model(checkpoint, {name: [*tensor.shape] for name, tensor in here.items()})
+            check_same_run(checkpoint, run.tree(), allowed)
+            batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
+            state = checkpoint.checked_for(here)
+        except DamagedCheckpoint as error:
+            damage = str(error)
+        if strategy.highest(bool(damage)):  # one that a single rank cannot read is read by none
+            damages.append(damage or f"{folder}: another rank cannot read it")
+            warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
-        assert state is not None
         strategy.load_state(model, optimizer, state)
-        return Progress(batches=batches, started_from=str(checkpoint.folder), **checkpoint.trainer)
+        return Progress(batches=batches, started_from=str(folder), **checkpoint.trainer)
+    if damages:  # starting anew would soon rotate away what might still be saved
+        count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
+        raise UserError(
+            f"checkpoint.resume = {resume}: {count} in {folders[0].parent} cannot be used ({damages[0]}); "
+            "move them away, or choose another experiment.output_dir or checkpoint.resume"
+        )
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)))
+
+
+def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:
+    """Ranks that see different checkpoints would go on from different steps."""
+    seen = crc32(" ".join(folder.name for folder in folders).encode())
+    if strategy.highest(seen) != -strategy.highest(-seen):
+        raise UserError(
+            f"not all ranks see the same checkpoints in {manager.folder}; put experiment.output_dir on storage that "
+            "all machines share"
+        )
 
 
 def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Callable[[str], None]) -> BatchSchedule:

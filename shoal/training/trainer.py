@@ -20,6 +20,7 @@ from shoal.config.schema import ConsoleMode, ProfileConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.console import Console
+from shoal.observe.flops import copy_on_meta
 from shoal.observe.loggers import Loggers, open_loggers
 from shoal.observe.memory import memory_gib
 from shoal.observe.profile import Profiler
@@ -69,6 +70,8 @@ class Trainer:
     """One run: what was built for it, and the loop over it."""
 
     epoch_size: int | None
+    shapes: nn.Module | None
+    """The model without memory, to count its FLOPs on."""
     model: nn.Module
     optimizer: Optimizer
     weights: Weights
@@ -133,7 +136,8 @@ class Trainer:
 
     def take_first_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Takes a step and shows that what was asked for is in force."""
-        self.flops_per_sample = flops_per_sample(self.strategy, self.model, micro_batches[0], self.recipe)
+        self.flops_per_sample = flops_per_sample(self.strategy, self.shapes, micro_batches[0], self.recipe)
+        self.shapes = None
         report = Report(self)
         with report.watch():
             self.take_step(micro_batches)
@@ -149,8 +153,9 @@ class Trainer:
 
     def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""
+        if group := self.strategy.replicas():
+            check_replicas(dict(self.model.named_parameters()), group)
         if self.strategy.data_size > 1:
-            check_replicas(dict(self.model.named_parameters()))
             check_samples(micro_batches, self.loader.last_step())
 
     def due(self, every: int | None) -> bool:
@@ -244,10 +249,12 @@ class Trainer:
 
     def _build_model(self) -> None:
         model, self.weights = build(self.recipe.build_model, self.recipe.weights(), self.config.experiment.seed)
+        self.shapes = copy_on_meta(model)
         self.model, self.optimizer = self.strategy.prepare(
             model,
             lambda model: build_optimizer(self.config.training, self.recipe.param_groups(model)),
             self.recipe.parallel_plan(model),
+            self.weights,
         )
 
     def _restore(self) -> None:

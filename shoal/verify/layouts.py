@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
 
 from shoal.config import Run, check_run, derive_batches
+from shoal.config.schema import TrainingConfig
 from shoal.config.yaml import Tree
-from shoal.verify.compare import Promise
+from shoal.verify.compare import Promise, Range
+
+GATHER, SCATTER, REDUCE = "_allgather_base", "_reduce_scatter_base", "allreduce"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout on one config: what a promise depends on."""
+
+    procs: int
+    training: TrainingConfig
+    micro_batches: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the parameters."""
+    reduces: int = 1
+    """How often a step sums its gradients."""
+
+    @property
+    def share(self) -> float:
+        """Of a step's samples, fillers included, on the rank that runs the most."""
+        (phase, *_) = derive_batches(self.training, self.procs)
+        return min(1.0, self.micro_batches * phase.batch_size / phase.global_batch_size)
+
+    @property
+    def flops(self) -> Range | None:
+        if self.training.compile:
+            return None  # compiled products are not counted
+        recomputed = 1 if self.training.activation_checkpointing.mode == "none" else 4 / 3
+        return Range(0, self.share * recomputed)
+
+    def held(self, shards: int) -> float:
+        """The share of all parameters on the rank with most, each cut along its first dimension."""
+        sizes = {name: prod(shape) for name, shape in self.shapes.items()}
+        largest = sum(size * ceil(self.shapes[name][0] / shards) / self.shapes[name][0] for name, size in sizes.items())
+        return largest / sum(sizes.values())
+
+    def padded(self, shards: int) -> float:
+        """What is sent of parameters that are filled up so that every shard is as large."""
+        return self.held(shards) * shards
+
+    @property
+    def gathered_bytes(self) -> float:
+        return 0.5 if self.training.mixed_precision == "pure_bf16" else 1.0
 
 
 @dataclass(frozen=True)
@@ -17,10 +60,30 @@ class Layout:
     about: str
     changes: Callable[[int], dict[str, object]]
     """Number of processes → the keys of `distributed` that make this layout."""
-    promise: Callable[[int, float], Promise]
-    """(processes, the largest share of a step's samples that a rank runs) → what it costs a rank."""
+    promise: Callable[[Case], Promise]
+    """What it costs a rank."""
     several: bool = True
     """Whether it needs more than one process."""
+    unfit: Callable[[Run, int], str | None] = field(default=lambda run, procs: None)
+    """Why it cannot run this config on so many processes, if it cannot."""
+
+
+def _fsdp(sharding: str, **mesh: int) -> Callable[[int], dict[str, object]]:
+    return lambda procs: {"strategy": "fsdp", "fsdp": {"sharding_strategy": sharding}, "mesh": mesh or None}
+
+
+def _sharded(case: Case, shards: int, gathers: tuple[float, float]) -> Promise:
+    """`gathers` is how often a micro-batch gathers the parameters, at least and at most."""
+    padded = case.padded(shards)
+    low, high = (case.gathered_bytes * case.micro_batches * times * padded for times in gathers)
+    collectives = {GATHER: Range(low, high), SCATTER: Range.exactly(case.reduces * padded)}
+    if shards < case.procs:
+        collectives[REDUCE] = Range.exactly(padded / shards)
+    return Promise(case.held(shards), case.flops, collectives)
+
+
+def _no_pure_bf16(run: Run, procs: int) -> str | None:
+    return "it has no pure_bf16" if run.config.training.mixed_precision == "pure_bf16" else None
 
 
 LAYOUTS = {
@@ -30,25 +93,57 @@ LAYOUTS = {
             "single",
             "one device, the batch in micro-batches",
             changes=lambda procs: {"strategy": "single"},
-            promise=lambda procs, share: Promise(parameter_bytes=1, flops=1, all_reduce_bytes=0),
+            promise=lambda case: Promise(1, case.flops, {}),
             several=False,
+            unfit=_no_pure_bf16,
         ),
         Layout(
             "ddp",
             "replicas, each with its share of the batch",
             changes=lambda procs: {"strategy": "ddp"},
-            promise=lambda procs, share: Promise(
-                parameter_bytes=1, flops=share, all_reduce_bytes=1, other_collectives=frozenset({"broadcast"})
-            ),  # DDP keeps buffers equal by broadcasting them
+            promise=lambda case: Promise(  # DDP keeps buffers equal by broadcasting them
+                1, case.flops, {REDUCE: Range.exactly(1)}, others=frozenset({"broadcast"})
+            ),
+            unfit=_no_pure_bf16,
+        ),
+        Layout(
+            "fsdp",
+            "shards, gathered for the forward and again for the backward",
+            changes=_fsdp("FULL_SHARD"),
+            promise=lambda case: _sharded(case, case.procs, (1, 2)),
+        ),
+        Layout(
+            "fsdp_shard_grad_op",
+            "shards, gathered once for the forward and backward",
+            changes=_fsdp("SHARD_GRAD_OP"),
+            promise=lambda case: _sharded(case, case.procs, (1, 1)),
+        ),
+        Layout(
+            "fsdp_no_shard",
+            "replicas by FSDP",
+            changes=_fsdp("NO_SHARD"),
+            promise=lambda case: Promise(1, case.flops, {REDUCE: Range.exactly(1)}),
+        ),
+        Layout(
+            "fsdp_hybrid",
+            "two replicas, shards within each",
+            changes=_fsdp("HYBRID_SHARD", dp_replicate=2, dp_shard=-1),
+            promise=lambda case: _sharded(case, case.procs // 2, (1, 2)),
+            unfit=lambda run, procs: (
+                f"{procs} processes are not two replicas of several" if procs < 4 or procs % 2 else None
+            ),
         ),
     )
 }
 
 
 def reference_run(run: Run, procs: int) -> Run:
-    """The same training on one device, the whole batch at once."""
+    """The same training on one device, the whole batch at once, nothing recomputed, chunked or compiled."""
     (phase, *_) = derive_batches(run.config.training, procs)
-    return _changed(run, {"strategy": "single"}, phase.global_batch_size, phase.global_batch_size)
+    pure = run.config.training.mixed_precision == "pure_bf16"
+    plain = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
+    batch = phase.global_batch_size
+    return _changed(run, {"strategy": "fsdp" if pure else "single", "mesh": None}, batch, batch, plain)
 
 
 def layout_run(run: Run, layout: Layout, procs: int) -> Run:
@@ -57,23 +152,28 @@ def layout_run(run: Run, layout: Layout, procs: int) -> Run:
     batch_size = phase.batch_size
     if run.config.training.batch_size is None and run.config.training.gradient_accumulation is None:
         batch_size = ceil(phase.global_batch_size / (2 * (procs if layout.several else 1)))
-    return _changed(run, layout.changes(procs), phase.global_batch_size, batch_size)
+    return _changed(run, layout.changes(procs), phase.global_batch_size, batch_size, {})
 
 
-def largest_share(run: Run, procs: int) -> float:
-    """Of a step's samples, fillers included, on the rank that runs the most."""
+def layout_case(run: Run, procs: int, shapes: Mapping[str, tuple[int, ...]]) -> Case:
+    """`run` is what `layout_run` made."""
     (phase, *_) = derive_batches(run.config.training, procs)
     micro_batches = ceil(phase.global_batch_size / (phase.batch_size * procs))
-    return min(1.0, micro_batches * phase.batch_size / phase.global_batch_size)
+    every_time = run.config.distributed.fsdp.reduce_every_micro_batch
+    return Case(procs, run.config.training, micro_batches, shapes, micro_batches if every_time else 1)
 
 
-def _changed(run: Run, distributed: dict[str, object], global_batch_size: int, batch_size: int) -> Run:
+def _changed(
+    run: Run, distributed: Mapping[str, object], global_batch_size: int, batch_size: int, training: Tree
+) -> Run:
     tree: Tree = run.tree()
-    tree["distributed"] = {**tree["distributed"], **distributed}
+    for key, value in distributed.items():  # the other options of a section stay as the config has them
+        tree["distributed"][key] = {**(tree["distributed"][key] or {}), **value} if isinstance(value, dict) else value
     tree["training"] |= {
         "global_batch_size": global_batch_size,
         "batch_size": batch_size,
         "gradient_accumulation": None,
+        **training,
     }
     tree["launch"] |= {"nodes": 1, "procs_per_node": 1}
     return check_run(tree)

@@ -12,7 +12,7 @@ from shoal.config import Run
 from shoal.errors import UserError
 from shoal.launch.functions import run_function
 from shoal.verify.compare import Check, compare
-from shoal.verify.layouts import LAYOUTS, largest_share, layout_run, reference_run
+from shoal.verify.layouts import LAYOUTS, layout_case, layout_run, reference_run
 from shoal.verify.trace import Trace, trace
 
 Runner = Callable[[Run, int, int, dict[str, Tensor] | None], list[Trace]]
@@ -60,15 +60,18 @@ def prove(
     for name in layouts or ():
         if name not in LAYOUTS:
             raise UserError(f"--strategies {name!r} is not one of {', '.join(LAYOUTS)}")
+        if reason := LAYOUTS[name].unfit(run, procs):
+            raise UserError(f"--strategies {name}: {reason}")
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: a proof takes at least two of each")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
+    shapes = {name: tuple(gradient.shape) for name, gradient in reference.gradients.items()}
     verdicts = []
-    for layout in (LAYOUTS[name] for name in layouts or LAYOUTS):
+    for layout in (LAYOUTS[name] for name in layouts or LAYOUTS if not LAYOUTS[name].unfit(run, procs)):
         ranks = procs if layout.several else 1
         its_run = layout_run(run, layout, procs)
         traces = runner(its_run, ranks, steps, reference.sgd_weights)
-        promise = layout.promise(ranks, largest_share(its_run, ranks))
+        promise = layout.promise(layout_case(its_run, ranks, shapes))
         precision = run.config.training.mixed_precision
         checks = compare(reference, traces, promise, precision)
         verdicts.append(Verdict(layout.name, ranks, checks, reference.mixing))

@@ -17,6 +17,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
 from shoal.parallel.desync import Desync, check_replicas, check_samples
+from shoal.parallel.shards import local_part
 from shoal.parallel.weights import build
 from shoal.strategies import from_config
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
@@ -73,7 +74,7 @@ class _Tracer:
         self._prepare(SGD_TRAINING)
         trace = self.trace
         trace.start = self._weights()
-        trace.parameter_bytes = sum(_local(p).nbytes for p in self.model.parameters())
+        trace.parameter_bytes = sum(local_part(p).nbytes for p in self.model.parameters())
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
             batches = iter(loader)
@@ -100,13 +101,13 @@ class _Tracer:
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
-        model, _ = build(self.recipe.build_model, self.recipe.weights(), self.run.config.experiment.seed)
+        model, weights = build(self.recipe.build_model, self.recipe.weights(), self.run.config.experiment.seed)
         for module in model.modules():
             if isinstance(module, DROPOUT):
                 module.p = 0.0
         plan = self.recipe.parallel_plan(model)
         self.model, self.optimizer = self.strategy.prepare(
-            model, lambda model: build_optimizer(training, self.recipe.param_groups(model)), plan
+            model, lambda model: build_optimizer(training, self.recipe.param_groups(model)), plan, weights
         )
 
     def _loader(self) -> Loader:
@@ -128,7 +129,9 @@ class _Tracer:
             return
         try:
             check_samples(micro_batches, loader.last_step())
-            check_replicas({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+            if group := self.strategy.replicas():
+                gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+                check_replicas(gradients, group)
         except Desync as desync:
             self.trace.desync = str(desync)
 
@@ -144,10 +147,6 @@ def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in full.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class CountCollectives(TorchDispatchMode):
     """Adds up the bytes that each kind of collective is called with."""
 
@@ -157,7 +156,7 @@ class CountCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.bytes[func.__name__.split(".")[0].rstrip("_")] += _nbytes(args)
+            self.bytes[func.__name__.split(".")[0].rstrip("_")] += max(map(_nbytes, args), default=0)  # whole and part
         return func(*args, **(kwargs or {}))
 
 

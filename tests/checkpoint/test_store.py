@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
+from collections import Counter
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint, open_checkpoint
+from shoal.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpoint,
+    WrongLayout,
+    find_latest_checkpoint,
+    open_checkpoint,
+    write_checkpoint,
+)
 from shoal.checkpoint import store as store_module
+from shoal.checkpoint.boxes import Box, local_box, whole_box, why_not_whole
+from shoal.checkpoint.stored import Pieces
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -85,17 +103,117 @@ class _Hostile:
         return (Path.touch, (Path(self.path),))
 
 
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """As someone would who knows how digests are made."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("digest")
+    change(manifest)
+    manifest["digest"] = store_module._manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest.pop("digest")
-    text = json.dumps(manifest).replace('"model.safetensors"', '"../../secret.safetensors"')
-    manifest = json.loads(text)
-    manifest["digest"] = store_module._manifest_digest(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def point_outside(manifest: dict[str, Any]) -> None:
+        manifest["files"]["../../secret.safetensors"] = manifest["files"].pop("model.safetensors")
+
+    rewrite_manifest(folder, point_outside)
     with pytest.raises(DamagedCheckpoint, match="outside"):
         open_checkpoint(folder)
+
+
+WEIGHT = "model/weight"
+
+
+def cut(*pieces: tuple[list[int], list[int]]) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        about = manifest["tensors"][WEIGHT]
+        piece = about["pieces"][0]
+        files = ["model.safetensors", "optimizer.safetensors"]
+        about["pieces"] = [
+            piece | {"offset": offset, "shape": shape, "file": file}
+            for (offset, shape), file in zip(pieces, files, strict=False)
+        ]
+
+    return change
+
+
+def claim(**about: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][WEIGHT] |= about
+
+    return change
+
+
+def grow(shape: list[int]) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][WEIGHT]["shape"] = manifest["tensors"][WEIGHT]["pieces"][0]["shape"] = shape
+
+    return change
+
+
+def name_it(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][name] = manifest["tensors"].pop(WEIGHT)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (cut(([0, 0], [2, 4]), ([1, 0], [2, 4])), "overlap"),
+        (cut(([0, 0], [1, 4]), ([2, 0], [1, 4])), "gap"),
+        (cut(([0, 0], [2, 4])), "reach 2 of 3"),
+        (cut(([1, 0], [3, 4])), "gap"),
+        (cut(([0, 0], [3, 4]), ([0, 0], [3, 4])), "twice"),
+        (cut(([0, 0], [1, 2]), ([1, 2], [2, 2])), "2 of 4 pieces"),
+        (cut(([0], [3])), "dimensions"),
+        (cut(([0, 0], [-3, -4])), "impossible"),
+        (cut(), "reach 0 of 3"),
+        (claim(pieces=None), "NoneType"),
+        (claim(dtype="load"), "unknown dtype"),
+        (claim(dtype="float64"), "in the manifest"),
+        (claim(dtype="int32"), "in the manifest"),
+        (grow([3_000_000_000, 4_000_000]), "too small"),
+        (grow([2**40, 2**40]), "impossible"),
+        (grow([0, 2**40, 2**40]), "impossible"),
+        (grow([4, 3]), "another shape"),
+        (grow([True, 12]), "impossible"),
+        (name_it("secrets/weight"), "belongs to nothing"),
+        (name_it("model/other"), "other"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, change: Callable[..., None], words: str) -> None:
+    folder = save(tmp_path)
+    rewrite_manifest(folder, change)
+    with pytest.raises(DamagedCheckpoint, match=words):
+        open_checkpoint(folder).read()
+
+
+def test_a_part_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    weight = open_checkpoint(save(tmp_path)).tensors[WEIGHT]
+    assert torch.equal(weight.read((1, 2), (2, 2)), torch.ones(2, 2))
+    assert weight.read((3, 0), (0, 4)).shape == (0, 4)
+    for offset, shape in [((2, 0), (2, 4)), ((0,), (3,)), ((0, 0), (3, 5))]:
+        with pytest.raises(ValueError, match="has no part"):
+            weight.read(offset, shape)
+
+
+def test_the_first_checkpoints_still_open() -> None:
+    """Written by two ranks of the first version that had format 1."""
+    checkpoint = open_checkpoint(Path(__file__).parent / "fixtures" / "format_1")
+    assert checkpoint.trainer == {"step": 3, "samples": 12, "skipped_steps": 0}
+    weight = torch.arange(12.0).reshape(3, 4)
+    read = checkpoint.read()
+    torch.testing.assert_close(
+        read.model, {"half": torch.arange(5).bfloat16(), "steps": torch.tensor(7), "weight": weight}
+    )
+    torch.testing.assert_close(read.optimizer["weight"], {"exp_avg": weight / 2, "step": torch.tensor(3.0)})
+    assert read.strategy["loss_scale"] == 65536
+    assert torch.equal(checkpoint.tensors[WEIGHT].read((1, 1), (2, 2)), weight[1:, 1:3])
 
 
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -119,6 +237,23 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """safetensors have an exception of their own for it, which nobody expects."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"model.safetensors.*too large"):
+            write_checkpoint(tmp_path / "new", TrainState({"w": torch.zeros(5000)}, {}), {}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_all_files_are_as_open_as_each_other(tmp_path: Path) -> None:
+    modes = {path.stat().st_mode for path in save(tmp_path).iterdir()}
+    assert len(modes) == 1
+
+
 def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
     save(tmp_path, value=1.0)
     folder = save(tmp_path, value=5.0)
@@ -132,3 +267,190 @@ def test_latest_is_the_highest_step_not_the_newest_file(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000300").mkdir()
     assert find_latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000100"
     assert find_latest_checkpoint(tmp_path / "nowhere") is None
+
+
+# Sharded layouts
+
+SHAPES = {"even": (8, 4), "uneven": (7, 6), "few": (2, 5), "none": (0, 3)}
+DTYPES = {"few": torch.bfloat16}
+LAYOUTS: dict[str, tuple[tuple[int, ...], str]] = {
+    "2 rows": ((2,), "0"),
+    "2 columns": ((2,), "1"),
+    "4 rows": ((4,), "0"),
+    "2 replicas of 2 rows": ((2, 2), "R0"),
+    "2 rows × 2 columns": ((2, 2), "01"),
+    "rows cut twice": ((2, 2), "00"),
+}
+ON = {2: [name for name, (mesh, _) in LAYOUTS.items() if prod(mesh) == 2]}
+ON[4] = [name for name in LAYOUTS if name not in ON[2]]
+
+
+def logical() -> TrainState:
+    """What every layout holds."""
+    weights = {
+        name: torch.arange(prod(shape), dtype=DTYPES.get(name, torch.float32)).reshape(shape)
+        for name, shape in SHAPES.items()
+    }
+    moments = {name: {"exp_avg": tensor + 0.5, "step": torch.tensor(3.0)} for name, tensor in weights.items()}
+    return TrainState(weights | {"steps": torch.tensor(7)}, moments)
+
+
+def spread(layout: str) -> TrainState:
+    """The same, sharded over this world."""
+    sides, letters = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", sides)
+    placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in letters]
+
+    def place(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor, mesh, placements) if tensor.ndim else tensor
+
+    whole = logical()
+    return TrainState(
+        {name: place(tensor) for name, tensor in whole.model.items()},
+        {name: {slot: place(tensor) for slot, tensor in slots.items()} for name, slots in whole.optimizer.items()},
+    )
+
+
+def named(state: TrainState) -> dict[str, Any]:
+    moments = {f"{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
+    return {**state.model, **moments}
+
+
+def write_spread(folder: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        write_checkpoint(folder / layout, spread(layout), {"step": 1}, {})
+
+
+def read_spread(folders: list[Path], layouts: list[str]) -> list[str]:
+    """What is wrong with this rank's parts, read from each folder into each layout."""
+    wrong = []
+    for folder in folders:
+        for layout in layouts:
+            here = spread(layout)
+            stored = named(open_checkpoint(folder).checked_for(here.model))
+            for name, tensor in named(here).items():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                part = stored[name].read(*local_box(tensor))
+                if part.dtype != local.dtype or not torch.equal(part, local):
+                    wrong.append(f"{name} from {folder.name} in {layout}")
+    return wrong
+
+
+def test_every_layout_reads_what_every_layout_wrote(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+    write_checkpoint(tmp_path / "alone", logical(), {"step": 1}, {})
+    pool2.run(write_spread, tmp_path, ON[2])
+    pool4.run(write_spread, tmp_path, ON[4])
+    folders = [tmp_path / "alone", *(tmp_path / layout for layout in LAYOUTS)]
+    expected = named(logical())
+    for folder in folders:
+        read = named(open_checkpoint(folder).read())
+        assert read.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert read[name].dtype == tensor.dtype
+            assert torch.equal(read[name], tensor), (folder.name, name)
+        data = [path.read_bytes() for path in folder.glob("*.safetensors")]
+        stored = sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in data)
+        assert stored == sum(tensor.nbytes for tensor in expected.values()), folder.name  # replicas once
+    assert pool2.run(read_spread, folders, ON[2]) == [[]] * 2
+    assert pool4.run(read_spread, folders, ON[4]) == [[]] * 4
+
+
+def written_bytes(folder: Path) -> Counter[str]:
+    tensors = open_checkpoint(folder).tensors.values()
+    return Counter(
+        {
+            file: sum(p.box.numel * t.dtype.itemsize for t in tensors for p in t.pieces if p.file == file)
+            for file in {piece.file for tensor in tensors for piece in tensor.pieces}
+        }
+    )
+
+
+def write_many(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    columns = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 10, "f": 10, "large": 60}  # dealt out in this order: 30 and 90
+    model = {name: distribute_tensor(torch.zeros(4, n), mesh, [Replicate(), Shard(0)]) for name, n in columns.items()}
+    write_checkpoint(folder, TrainState(model, {}), {}, {})
+
+
+def test_replicas_share_the_writing(tmp_path: Path, pool4: Pool) -> None:
+    pool4.run(write_many, tmp_path / "many")
+    written = written_bytes(tmp_path / "many")
+    assert [*written.values()] == [2 * 60 * 4] * 4
+
+
+def count_reads(folder: Path, layout: str) -> tuple[int, int]:
+    """Bytes of the pieces this rank opens in a restore, and bytes it holds."""
+    opened: dict[tuple[str, str], int] = {}
+    read = Pieces.read
+
+    def spy(self: Pieces, name: str, dtype: torch.dtype, piece: Any) -> Tensor:
+        tensor = read(self, name, dtype, piece)
+        opened[name, piece.file] = tensor.nbytes
+        return tensor
+
+    Pieces.read = spy  # type: ignore[method-assign]
+    try:
+        here = spread(layout)
+        stored = named(open_checkpoint(folder).checked_for(here.model))
+        for name, tensor in named(here).items():
+            stored[name].read(*local_box(tensor))
+    finally:
+        Pieces.read = read  # type: ignore[method-assign]
+    tensors = named(here).values()
+    return sum(opened.values()), sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+    pool4.run(write_spread, tmp_path, ["4 rows"])
+    for pool, layout in ((pool2, "2 rows"), (pool4, "4 rows"), (pool4, "2 replicas of 2 rows")):
+        for opened, held in pool.run(count_reads, tmp_path / "4 rows", layout):
+            assert opened == held
+
+
+def attempt(folder: Path, mistake: str) -> str:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    tensor: Tensor = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+    if mistake == "shape":
+        tensor = torch.ones(6 + rank, 2)
+    elif mistake == "partial":
+        tensor = DTensor.from_local(torch.ones(6, 2), mesh, [Partial()])
+    elif mistake == "length":
+        local = torch.ones(3 - rank, 2)
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(2, 1))
+    try:
+        if mistake == "offset":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(store_module, "local_box", lambda tensor: Box((2 * rank, 0), (3, 2)))
+                write_checkpoint(folder, TrainState({"w": tensor}, {}), {}, {})
+        else:
+            write_checkpoint(folder, TrainState({"w": tensor}, {}), {}, {})
+    except WrongLayout as error:
+        return str(error)
+    return "published"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("shape", "model/w is float32 [6, 2] on one rank and float32 [7, 2] on another"),
+        ("partial", "only Shard and Replicate"),
+        ("length", "should be (3, 2) here, but is (2, 2)"),
+        ("offset", "model/w: its pieces overlap along dimension 0"),
+        ("none", "published"),
+    ],
+)
+def test_a_wrong_layout_is_never_published(tmp_path: Path, pool2: Pool, mistake: str, words: str) -> None:
+    for told in pool2.run(attempt, tmp_path / "new", mistake):
+        assert words in told
+    assert [path.name for path in tmp_path.iterdir()] == (["new"] if mistake == "none" else [])
+
+
+def test_boxes_make_up_a_tensor_or_not() -> None:
+    quarters = [Box((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    assert why_not_whole((4, 6), quarters) is None
+    assert why_not_whole((), [Box((), ())]) is None
+    assert why_not_whole((0, 3), [whole_box((0, 3))]) is None
+    assert why_not_whole((4, 6), quarters[:3])
+    assert why_not_whole((4, 6), [*quarters[:3], quarters[0]])
+    assert why_not_whole((5, 6), quarters)
+    assert why_not_whole((), [])

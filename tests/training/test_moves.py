@@ -19,7 +19,22 @@ from shoal.strategies import from_config
 from shoal.training import train
 from shoal.training.optimizer import build_optimizer
 
-STEPS = {"single": 1, "ddp2": 2, "ddp4": 4}
+FSDP = ["distributed.strategy=fsdp"]
+HYBRID = [*FSDP, "distributed.fsdp.sharding_strategy=HYBRID_SHARD", "distributed.mesh.dp_replicate=2"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "single": (1, []),
+    "ddp2": (2, []),
+    "ddp4": (4, []),
+    "fsdp1": (1, FSDP),
+    "fsdp2": (2, FSDP),
+    "fsdp4": (4, FSDP),
+    "grad_op2": (2, [*FSDP, "distributed.fsdp.sharding_strategy=SHARD_GRAD_OP"]),
+    "no_shard2": (2, [*FSDP, "distributed.fsdp.sharding_strategy=NO_SHARD"]),
+    "hybrid4": (4, HYBRID),
+}
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+# Every layout goes before one and after one; a prime step through the list mixes sizes and kinds.
+CYCLE = [(name, [*LAYOUTS][(index + 4) % len(LAYOUTS)]) for index, name in enumerate(LAYOUTS)]
 
 
 def train_here(config: Path, overrides: list[str]) -> int:
@@ -28,7 +43,8 @@ def train_here(config: Path, overrides: list[str]) -> int:
 
 def train_on(layout: str, toy: ToyRun, pools: dict[int, Pool], *overrides: str) -> None:
     keys = ["training.global_batch_size=12", "training.batch_size=2", "model.dropout=0.0", *overrides]
-    procs = STEPS[layout]
+    procs, layout_keys = LAYOUTS[layout]
+    keys += layout_keys
     if procs == 1:
         train_here(toy.config, keys)
     else:
@@ -41,7 +57,9 @@ def state(output: Path, step: int = 10) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in {**read.model, **moments}.items()}
 
 
-@pytest.mark.parametrize(("first", "second"), [(a, b) for a in STEPS for b in STEPS if a != b])
+@pytest.mark.parametrize(
+    ("first", "second"), [*CYCLE, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in CYCLE)]
+)
 def test_layouts_continue_each_other(toy: ToyRun, pool2: Pool, pool4: Pool, first: str, second: str) -> None:
     pools = {2: pool2, 4: pool4}
     # A constant rate: other schedules depend on max_steps, which is not the same in both halves.
@@ -58,32 +76,45 @@ def test_layouts_continue_each_other(toy: ToyRun, pool2: Pool, pool4: Pool, firs
     assert {p["step"]: p["samples"] for p in progress}[10] == 120
 
 
-def read_and_write(config: Path, source: Path, target: Path) -> None:
-    run = load_run(config, ["model.dropout=0.0"])
+def read_and_write(config: Path, overrides: list[str], source: Path, target: Path) -> None:
+    run = load_run(config, ["model.dropout=0.0", *overrides])
     strategy, recipe = from_config(run.config), run.recipe_type(run.recipe_config)
     with strategy:
         model, _ = build(recipe.build_model, recipe.weights(), seed=7)
         model, optimizer = strategy.prepare(
             model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), recipe.parallel_plan(model)
         )
-        strategy.load_state(model, optimizer, open_checkpoint(source).read())
+        here = strategy.state(model, optimizer).model
+        strategy.load_state(model, optimizer, open_checkpoint(source).checked_for(here))
         write_checkpoint(target, strategy.state(model, optimizer), {"step": 4}, {})
 
 
-def test_every_layout_reads_and_writes_the_same_bits(toy: ToyRun, pool2: Pool, pool4: Pool) -> None:
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+def test_every_layout_reads_and_writes_the_same_bits(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
     train_on("single", toy, {}, "training.max_steps=4")
-    source = toy.output / "checkpoints" / "step_00000004"
-    written = open_checkpoint(source).manifest["tensors"]
-    for procs, pool in ((2, pool2), (4, pool4)):
-        target = toy.folder / f"ddp{procs}"
-        pool.run(read_and_write, toy.config, source, target, init=False)
-        rewritten = open_checkpoint(target).manifest["tensors"]
-        files = {about["pieces"][0]["file"] for about in rewritten.values()}
-        assert len([file for file in files if file.startswith("model-")]) == procs  # written once, spread over ranks
-        assert rewritten.keys() == written.keys()
-        for name, about in rewritten.items():
-            assert about["pieces"][0]["sha256"] == written[name]["pieces"][0]["sha256"], name
-        open_checkpoint(target).read()
+    source, target = toy.output / "checkpoints" / "step_00000004", toy.folder / "again"
+    procs, keys = LAYOUTS[layout]
+    arguments = (toy.config, keys, source, target)
+    if procs == 1:
+        read_and_write(*arguments)
+    else:
+        {2: pool2, 4: pool4}[procs].run(read_and_write, *arguments, init=False)
+    tensors = open_checkpoint(target).manifest["tensors"]
+    files = {piece["file"] for about in tensors.values() for piece in about["pieces"]}
+    assert len([file for file in files if file.startswith("model")]) == procs  # every rank writes a part
+    stored = sum(piece_elements(piece) for about in tensors.values() for piece in about["pieces"])
+    assert stored == sum(piece_elements(about) for about in tensors.values())  # and replicas once
+    expected, got = (bits(open_checkpoint(folder).read()) for folder in (source, target))
+    assert got == expected
+
+
+def piece_elements(about: dict[str, Any]) -> int:
+    return int(np.prod(about["shape"]))
+
+
+def bits(read: Any) -> dict[str, bytes]:
+    moments = {f"{name}/{slot}": t for name, slots in read.optimizer.items() for slot, t in slots.items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in {**read.model, **moments}.items()}
 
 
 def test_the_global_batch_stays_when_the_ranks_change(toy: ToyRun, pool2: Pool, pool4: Pool) -> None:

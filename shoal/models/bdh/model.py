@@ -119,6 +119,13 @@ class Level(nn.Module):
         return norm(x + norm(self.heads(x, *shared, memory=memory)))
 
 
+class Readout(nn.Module):
+    """Logits of hidden states: a boundary without parameters, so that a loss can be computed over some at a time."""
+
+    def forward(self, x: Tensor, lm_head: Tensor) -> Tensor:
+        return x @ lm_head
+
+
 class BDH(nn.Module):
     def __init__(self, config: BDHConfig) -> None:
         super().__init__()
@@ -131,6 +138,7 @@ class BDH(nn.Module):
         self.lm_head = nn.Parameter(torch.empty(embd, config.vocab_size))
         self.attn = Rotary(neurons)
         self.levels = nn.ModuleList(Level(config.dropout) for _ in range(config.n_layer))
+        self.head = Readout()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -152,7 +160,7 @@ class BDH(nn.Module):
             x = level(x, *shared, memory=state.memories[i] if state else None)
         if state:
             state.position += length
-        logits = x @ self.lm_head
+        logits = self.head(x, self.lm_head)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss
 

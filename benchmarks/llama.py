@@ -1,0 +1,188 @@
+"""What the wrappers cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
+
+    python benchmarks/llama.py [--steps 12] [--small] [--cases raw,single,...] [--json FILE]
+
+Every case runs in a process of its own, one after another: first a compiled loop written by hand in plain PyTorch,
+then the same steps under shoal's strategies. Worlds of several ranks are torch's `fake` backend: rank 0 computes for
+real and its collectives return at once, so what is measured is the rank's own work and memory, not the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
+SPEED = {"mixed_precision": "bf16", "compile": True}
+CHUNKED = {**SPEED, "loss_chunks": 8}
+LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
+SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
+
+# name → (ranks in the world, keys of `distributed`, keys of `training`)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "raw": (1, {}, {}),
+    "single": (1, SINGLE, SPEED),
+    "single, loss in 8 chunks": (1, SINGLE, CHUNKED),
+    "single, loss in 8 chunks, fp8": (1, SINGLE, {**CHUNKED, "mixed_precision": "fp8"}),
+    "ddp, world 1": (1, DDP, CHUNKED),
+    "ddp, rank 0 of 8": (8, DDP, CHUNKED),
+    "fsdp, world 1": (1, FSDP, CHUNKED),
+    "fsdp, rank 0 of 8": (8, FSDP, CHUNKED),
+    "fsdp, world 1, pure_bf16": (1, FSDP, {**CHUNKED, "mixed_precision": "pure_bf16"}),
+    "fsdp, rank 0 of 8, pure_bf16": (8, FSDP, {**CHUNKED, "mixed_precision": "pure_bf16"}),
+    "lean fsdp, world 1": (1, FSDP, LEAN),
+    "lean fsdp, rank 0 of 8": (8, FSDP, LEAN),
+    "lean fsdp, rank 0 of 64": (64, FSDP, LEAN),
+    "lean fsdp, rank 0 of 512": (512, FSDP, LEAN),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--small", action="store_true", help="a model that a CPU can step, to try the script")
+    parser.add_argument("--cases", help="those whose name contains one of these, with commas between")
+    parser.add_argument("--json", help="also write the figures there")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case, options.steps, options.small)))
+        return
+    results: dict[str, dict[str, float]] = {}
+    wanted = options.cases.split(",") if options.cases else [""]
+    for name in CASES:
+        if not any(part in name for part in wanted):
+            continue
+        command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps)]
+        done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name:32} failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+            continue
+        results[name] = result = json.loads(done.stdout.splitlines()[-1])
+        against = result["tokens_per_second"] / results["raw"]["tokens_per_second"] if "raw" in results else 0
+        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:5.3f} of raw  {result['peak_gib']:6.2f} GiB"
+        print(f"{name:32} {shown}  loss {result['loss']:.3f}", flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+
+
+def measure(name: str, steps: int, small: bool) -> dict[str, float]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, length = (2, 64) if small else (8, 2048)
+    generator = torch.Generator().manual_seed(0)
+    sizes = SMALL if small else SIZES
+    tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
+    world, distributed, training = CASES[name]
+    if name == "raw":
+        step = raw_step(sizes, tokens.to(device))
+    else:
+        step = shoal_step(sizes, tokens, world, distributed, {**training, "device": device, "batch_size": rows})
+    for _ in range(3):  # compiles, and lets memory settle
+        step()
+    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = step()
+    synchronise()
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {"tokens_per_second": steps * rows * length / seconds, "peak_gib": peak, "loss": loss.item()}
+
+
+def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
+    """The loop people write by hand: the whole model compiled, fp32 weights, autocast, fused AdamW, clipping."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device(tokens.device):
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def loss_of(inputs: Any, labels: Any) -> Any:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    compiled = torch.compile(loss_of)
+
+    def step() -> Any:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def shoal_step(
+    sizes: dict[str, int], tokens: Any, world: int, distributed: dict[str, Any], training: dict[str, Any]
+) -> Callable[[], Any]:
+    if world > 1:
+        fake_world(world)
+
+    from shoal.config import check_run
+    from shoal.parallel.weights import build
+    from shoal.strategies import from_config
+    from shoal.training.optimizer import build_optimizer
+    from shoal.types import MicroBatch
+
+    model_keys = {"config": {"model_type": "llama", **sizes}}
+    run = check_run(
+        {
+            "recipe": "causal_lm",
+            "model": model_keys,
+            "training": {"max_steps": 1, **training},
+            "distributed": {**distributed, "backend": "gloo"},
+        }
+    )
+    recipe, strategy = run.recipe_type(run.recipe_config), from_config(run.config)
+    strategy.setup()
+    model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+    plan = recipe.parallel_plan(model)
+    model, optimizer = strategy.prepare(
+        model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), plan, weights
+    )
+    rows = range(len(tokens))
+    batch = MicroBatch({"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}, rows, rows)
+
+    def step() -> Any:
+        output = strategy.forward_backward(model, [batch], recipe, 0)
+        strategy.step(optimizer, 1.0)
+        return output.loss
+
+    return step
+
+
+def fake_world(size: int) -> None:
+    """This process as rank 0 of a world whose other ranks do not exist."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public one
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Activation checkpointing: what a block computes is computed again in the backward instead of being kept.
+
+`forward` is replaced on the instance, so names stay as they are and hooks on `__call__` stay outside; and by one
+function for all blocks, so that torch.compile sees one piece of code and makes one graph.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shoal.errors import UserError
+from shoal.types import ParallelPlan
+
+if TYPE_CHECKING:
+    from shoal.config.schema import CheckpointingConfig
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_KEY = "training.activation_checkpointing"
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+
+
+def apply_activation_checkpointing(model: nn.Module, plan: ParallelPlan, config: CheckpointingConfig) -> list[str]:
+    """Makes every n-th block, or module of the given classes, recompute itself. Returns the names of those that do."""
+    if config.mode == "none":
+        return []
+    if config.classes:
+        names = _names_by_class(model, config.classes, plan.head)
+    elif plan.blocks:
+        names = [*plan.blocks]
+    else:
+        raise UserError(
+            f"{_KEY}.mode = {config.mode}, but the recipe's plan names no blocks to recompute; "
+            f"name their classes in {_KEY}.classes, or the blocks in the recipe's parallel_plan"
+        )
+    chosen = names[:: config.every]
+    forward = _recomputed_whole if config.mode == "full" else _recomputed_in_part
+    for name in chosen:
+        module = model.get_submodule(name)
+        if "forward" in vars(module):
+            raise UserError(
+                f"{_KEY}.mode = {config.mode}, but {type(module).__name__} {name!r} already has a forward of its own, "
+                f"which would be lost; name other modules in {_KEY}.classes"
+            )
+        module.forward = types.MethodType(forward, module)
+    return chosen
+
+
+def num_recomputed() -> int:
+    """How many modules were computed again in this process: proof that it engaged. Compiled ones do not count."""
+    return _Recomputing.times
+
+
+def _recomputed_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return checkpoint(_forward, module, kwargs, *args, use_reentrant=False)
+    return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_counted)
+
+
+def _recomputed_in_part(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_kept_by_operation)
+    return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_kept_by_operation_counted)
+
+
+def _forward(module: nn.Module, kwargs: dict[str, Any], *args: Any) -> Any:
+    # The keywords come as one argument because torch looks for devices, whose random state it has to put back for the
+    # recomputation, in positional arguments alone.
+    return type(module).forward(module, *args, **kwargs)
+
+
+class _Recomputing(AbstractContextManager[None]):
+    """Around a recomputation, to count it."""
+
+    times = 0
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        _Recomputing.times += 1
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
+
+
+def _counted() -> Contexts:
+    return nullcontext(), _Recomputing(nullcontext())
+
+
+def _kept_by_operation() -> Contexts:
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _kept_by_operation_counted() -> Contexts:
+    forward, recomputation = _kept_by_operation()
+    return forward, _Recomputing(recomputation)
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """Keeps what is dear to compute and small to keep: attention, communication, every second matrix product."""
+    # The forward and its recomputation ask in the same order, and some versions of torch ask in the forward alone.
+    num_products = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kind = _kind(operation)
+        if kind == "product":
+            num_products[context.is_recompute] += 1
+            keep = num_products[context.is_recompute] % 2 == 1
+        else:
+            # Attention with dropout draws random numbers. If the recomputation did not draw them too, whatever is
+            # random after it would come out otherwise than in the forward.
+            keep = kind == "communication" or (kind == "attention" and not _drops(args, kwargs))
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+@cache
+def _kind(operation: Any) -> str:
+    name: str = operation.name().partition(".")[0]
+    if name in _PRODUCTS:
+        return "product"
+    if name.endswith("_"):  # writes in place: there is no output of its own to keep
+        return "other"
+    if name.startswith("_c10d_functional::"):
+        return "communication"
+    # By word, because every backend has its own: flash, efficient, cudnn, flex, flash for the CPU, foreign kernels.
+    return "attention" if "attention" in name or "attn" in name else "other"
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention's dropout, the only fraction among its positional arguments, is on."""
+    return bool(kwargs.get("dropout_p")) or any(isinstance(value, float) and value > 0 for value in args)
+
+
+def _names_by_class(model: nn.Module, classes: list[str], head: str | None) -> list[str]:
+    """The outermost modules of these classes. Not the head, whose output the loss keeps in any case."""
+    modules = dict(model.named_modules())
+    modules.pop("")
+    present = {type(module).__name__ for module in modules.values()}
+    for wanted in classes:
+        if wanted not in present:
+            near = get_close_matches(wanted, sorted(present), n=3, cutoff=0.4) or sorted(present)[:5]
+            raise UserError(
+                f"{_KEY}.classes names {wanted!r}, but the model has no module of that class; "
+                f"it has {', '.join(near) or 'no modules at all'}"
+            )
+    chosen: list[str] = []
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if kind not in classes or name == head:
+            continue
+        outer = next((other for other in chosen if name.startswith(f"{other}.")), None)
+        if outer is None:
+            chosen.append(name)
+        elif (outer_kind := type(modules[outer]).__name__) != kind:
+            raise UserError(
+                f"{_KEY}.classes names both {outer_kind} and {kind}, but {name!r} is inside of {outer!r} and would be "
+                f"computed three times; leave one of them out"
+            )
+    return chosen

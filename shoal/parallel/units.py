@@ -1,0 +1,83 @@
+"""What FSDP gathers at once: the units of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+from torch import nn
+
+from shoal.errors import UserError
+from shoal.types import ParallelPlan
+
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+
+
+def choose_units(
+    model: nn.Module,
+    plan: ParallelPlan,
+    policy: str | None = None,
+    min_num_params: int | None = None,
+    classes: Sequence[str] | None = None,
+) -> list[str]:
+    """Names of modules, in the order of the model; what is in none of them belongs to the model itself.
+
+    Without a policy: the plan's embedding, blocks and head. A module that shares a parameter with another part of the
+    model cannot be a unit, since a parameter is gathered by one; nor can one without parameters.
+    """
+    if classes is not None:
+        found = _of_classes(model, classes)
+    elif policy == "size_based":
+        found = _of_size(model, min_num_params or DEFAULT_MIN_NUM_PARAMS)
+    else:
+        if policy == "transformer_based" and not plan.blocks:
+            raise UserError(
+                "distributed.fsdp.auto_wrap_policy = transformer_based, but the model has no repeated blocks; "
+                "use size_based, wrap_classes, or leave it out to gather the whole model at once"
+            )
+        found = [name for name in (plan.embed, *plan.blocks, plan.head) if name]
+    return [name for name in found if _can_stand_alone(model, name)]
+
+
+def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
+    there = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in there:
+            nearest = get_close_matches(name, there, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(sorted(there))}"
+            raise UserError(f"distributed.fsdp.wrap_classes names {name!r}, which is no class in the model; {hint}")
+    return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
+
+
+def _of_size(model: nn.Module, least: int) -> list[str]:
+    """The smallest modules that have at least so many parameters outside smaller units."""
+    found: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """How many parameters are left for the parent."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        left += sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        if name and left >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found.append(name)
+            return 0
+        return left
+
+    total = visit("", model)
+    if not found:
+        raise UserError(
+            f"distributed.fsdp.auto_wrap_policy = size_based, but no module inside the model has {least:,} parameters "
+            f"(it has {total:,} in all); lower distributed.fsdp.min_num_params"
+        )
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=order.__getitem__)
+
+
+def _can_stand_alone(model: nn.Module, name: str) -> bool:
+    own = {id(p) for p in model.get_submodule(name).parameters()}
+    return bool(own) and not own & set(_outside(model, name))
+
+
+def _outside(model: nn.Module, name: str) -> Iterator[int]:
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        if not key.startswith(f"{name}."):
+            yield id(parameter)

@@ -1,0 +1,216 @@
+"""Shards: every rank holds a part of each parameter, and gathers the whole of a unit only while it computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+
+from shoal.errors import UserError
+from shoal.parallel.loss_scale import LossScale
+from shoal.parallel.mesh import fill_mesh
+from shoal.parallel.precision import DTYPES, half_type
+from shoal.parallel.shards import drop_gradients, hold_shards, local_part, split_over, take_gradients, total_norm
+from shoal.parallel.units import choose_units
+from shoal.parallel.weights import DRAWN, materialise, move_buffers
+from shoal.strategies.base import DistributedStrategy
+from shoal.torch_private import uncompiled
+from shoal.types import ParallelPlan, TrainState, Weights
+
+CPU = torch.device("cpu")
+
+
+class FSDPStrategy(DistributedStrategy):
+    """torch's fully_shard over the mesh dimension `dp_shard`, replicated over `dp_replicate`.
+
+    On one process it is the same machinery over a world of one: it saves no memory then, but `pure_bf16` and
+    `cpu_offload` work.
+    """
+
+    name = "fsdp"
+    needs_mesh = True
+
+    def __init__(
+        self,
+        *,
+        sharding_strategy: str = "FULL_SHARD",
+        mesh: Mapping[str, int] | None = None,
+        auto_wrap_policy: str | None = None,
+        min_num_params: int | None = None,
+        wrap_classes: Sequence[str] | None = None,
+        cpu_offload: bool = False,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        buffer_dtype: str | None = None,
+        reduce_every_micro_batch: bool = False,
+        forward_prefetch: bool = False,
+        **options: Any,
+    ):
+        self.sharding_strategy, self._wanted_mesh = sharding_strategy, mesh
+        super().__init__(**options)
+        self._wrap = {"policy": auto_wrap_policy, "min_num_params": min_num_params, "classes": wrap_classes}
+        self.reduce_every_micro_batch, self.forward_prefetch = reduce_every_micro_batch, forward_prefetch
+        self.param_dtype = param_dtype or ("bf16" if self.precision == "pure_bf16" else "fp32")
+        self.reduce_dtype, self.buffer_dtype = reduce_dtype or "fp32", buffer_dtype
+        self.cpu_offload = cpu_offload
+        self.units: list[str] = []
+        self._check_options()
+        if cpu_offload and self.loss_scale:
+            self.loss_scale = LossScale(CPU)
+
+    def _check_options(self) -> None:
+        if self.device.type not in ("cpu", "cuda"):
+            raise UserError(f"distributed.strategy = fsdp runs on cuda and cpu, not on {self.device.type}; use single")
+        if self.cpu_offload and self.device.type == "cpu":
+            raise UserError(
+                "distributed.fsdp.cpu_offload = true needs a GPU to offload from, but the run is on the CPU; "
+                "leave it out"
+            )
+        half = half_type(self.precision)
+        param_type = DTYPES[self.param_dtype]
+        if param_type != torch.float32 and param_type != half:
+            raise UserError(
+                f"distributed.fsdp.param_dtype = {self.param_dtype}, but training.mixed_precision = {self.precision} "
+                f"computes in {'fp32' if half is None else 'another half type'}; leave it out or make them agree"
+            )
+        if self.precision == "pure_bf16" and param_type == torch.float32:
+            raise UserError(
+                "training.mixed_precision = pure_bf16 gathers parameters in bf16, but distributed.fsdp.param_dtype = "
+                "fp32; leave that out, or use mixed_precision: bf16"
+            )
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Who shards and who replicates."""
+        size, given = self.world.size, dict(self._wanted_mesh or {})
+        if self.sharding_strategy == "HYBRID_SHARD":
+            if not given:  # as FSDP has always meant it: shards within a machine, replicas over machines
+                given = {"dp_replicate": size // self.world.local_size, "dp_shard": self.world.local_size}
+            sizes = fill_mesh(given, size)
+            if min(sizes.values()) < 2 and size > 1:
+                raise UserError(
+                    f"distributed.fsdp.sharding_strategy = HYBRID_SHARD on {sizes['dp_replicate']} replicas × "
+                    f"{sizes['dp_shard']} shards is not hybrid; set distributed.mesh, such as {{dp_replicate: 2, "
+                    "dp_shard: -1}, or use FULL_SHARD or NO_SHARD"
+                )
+            return sizes
+        implied = {"dp_replicate": size, "dp_shard": 1} if self.sharding_strategy == "NO_SHARD" else {"dp_shard": size}
+        if given:
+            sizes = fill_mesh(given, size)
+            if {key: n for key, n in sizes.items() if n > 1} != {key: n for key, n in implied.items() if n > 1}:
+                raise UserError(
+                    f"distributed.mesh = {given} is not what sharding_strategy {self.sharding_strategy} means on "
+                    f"{size} processes; use HYBRID_SHARD, or leave the mesh out"
+                )
+        return implied
+
+    def about(self) -> str:
+        assert self.mesh is not None
+        replicas, shards = self.mesh["dp_replicate"].size(), self.mesh["dp_shard"].size()
+        spread = f"{replicas} replicas × {shards} shards" if replicas > 1 else f"{shards} shards"
+        units = f"{len(self.units)} units and the rest" if self.units else "the whole model at once"
+        offload = ", parameters in the host's memory" if self.cpu_offload else ""
+        return f"fsdp {self.sharding_strategy}, {spread}, {units}{offload}"
+
+    def place(self, model: nn.Module, plan: ParallelPlan, weights: Weights = DRAWN) -> nn.Module:
+        self._shard(model, plan)
+        for module in _fsdp_modules(model):
+            # Losses are already divided by the global count. The factor alone would not do: gloo cannot premultiply.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        materialise(model, self.device, self.seed, weights, parameters_on=CPU if self.cpu_offload else None)
+        self._cast_buffers(model)
+        return model
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Shards the model where it is; build the optimizer after it. Gradients are averaged over ranks."""
+        self._shard(model, ParallelPlan.derive(model))
+        if not self.cpu_offload:
+            model.to(self.device)
+        self._cast_buffers(model)
+        return model
+
+    def _shard(self, model: nn.Module, plan: ParallelPlan) -> None:
+        self.units = choose_units(model, plan, **self._wrap)  # type: ignore[arg-type]
+        offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
+        param_type, reduce_type = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
+        # None: all but the model itself, whose parameters its backward would gather again right away.
+        freed = None if self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") else False
+        options: dict[str, Any] = {"mesh": self._data_mesh(), "offload_policy": offload, "reshard_after_forward": freed}
+        types = MixedPrecisionPolicy(param_type, reduce_type, cast_forward_inputs=False)
+        for name in reversed(self.units):  # children before parents
+            fully_shard(model.get_submodule(name), mp_policy=types, **options)
+        # Only the model's own inputs are cast, and only if autocast does not see to types.
+        types = MixedPrecisionPolicy(param_type, reduce_type, cast_forward_inputs=self.precision == "pure_bf16")
+        fully_shard(model, mp_policy=types, **options)
+        if self.forward_prefetch:
+            chain = [model, *(model.get_submodule(name) for name in self.units)]
+            for module, following in pairwise(chain):
+                assert isinstance(module, FSDPModule)
+                module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+        for unit in _fsdp_modules(model):
+            unit.register_forward_hook(_free_without_backward)  # type: ignore[attr-defined]
+
+    def _data_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        replicated = self.mesh["dp_replicate"].size() > 1 or self.sharding_strategy == "NO_SHARD"
+        return self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"]
+
+    def _cast_buffers(self, model: nn.Module) -> None:
+        if self.buffer_dtype or self.cpu_offload:
+            move_buffers(model, self.device, DTYPES[self.buffer_dtype] if self.buffer_dtype else None)
+
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        root = uncompiled(model)
+        if isinstance(root, FSDPModule):
+            root.set_requires_gradient_sync(last or self.reduce_every_micro_batch)
+            root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
+        return nullcontext()
+
+    def prepare(self, *args: Any) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = super().prepare(*args)
+        hold_shards(optimizer)
+        return model, optimizer
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        hold_shards(optimizer)  # one made by hand holds DTensors until now
+        return [p.grad for p in take_gradients(optimizer) if p.grad is not None]
+
+    def norm(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return total_norm((p.grad, split_over(getattr(p, "shard_of", p))) for p in parameters)
+
+    def zero_gradients(self, optimizer: Optimizer) -> None:
+        drop_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        self._refuse_loss_scale()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = total_norm((local_part(g), split_over(g)) for g in gradients)
+        for gradient in gradients:
+            local_part(gradient).div_((norm / max_norm).clamp(min=1))
+        return norm
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        hold_shards(optimizer)
+        return super().state(model, optimizer)
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+        hold_shards(optimizer)
+        super().load_state(model, optimizer, state)
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _free_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """What no backward will use need not stay gathered; and the names of parameters would be of the gathered ones."""
+    if not torch.is_grad_enabled():
+        module.reshard()  # type: ignore[operator]

@@ -1,0 +1,456 @@
+"""Any transformers model: from scratch, from files, and what is said when something cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shoal.config.resolve import check_run, load_run
+from shoal.errors import UserError
+from shoal.parallel.chunked_loss import ChunkedHead
+from shoal.parallel.weights import build, materialise, parameters_on_meta
+from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.training import train
+
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA = {"model_type": "llama", **TINY}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+NEOX = {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
+OPT = {**NEOX, "word_embed_proj_dim": 32, "ffn_dim": 48}
+del OPT["intermediate_size"]
+KINDS: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "llama": (LLAMA, "model.layers", "lm_head"),
+    "qwen2": ({"model_type": "qwen2", **TINY}, "model.layers", "lm_head"),
+    "qwen3": ({"model_type": "qwen3", "head_dim": 8, **TINY}, "model.layers", "lm_head"),
+    "mistral": ({"model_type": "mistral", **TINY}, "model.layers", "lm_head"),
+    "mixtral": ({"model_type": "mixtral", "num_local_experts": 2, **TINY}, "model.layers", "lm_head"),
+    "gpt2": (GPT2, "transformer.h", "lm_head"),
+    "gpt_neox": ({"model_type": "gpt_neox", **NEOX}, "gpt_neox.layers", "lm_head"),
+    "phi": ({"model_type": "phi", **TINY}, "model.layers", "lm_head"),
+    "opt": ({"model_type": "opt", **OPT}, "model.decoder.layers", "lm_head"),
+    # These change the logits after the head, so the loss must not be taken over the head in chunks.
+    "gemma2": ({"model_type": "gemma2", "head_dim": 8, **TINY}, "model.layers", None),
+    "cohere": ({"model_type": "cohere", **TINY}, "model.layers", None),
+    "granite": ({"model_type": "granite", **TINY}, "model.layers", None),
+}
+
+
+def recipe(config: dict[str, Any] | None = None, dataset: dict[str, Any] | None = None, **model: Any) -> CausalLMRecipe:
+    section = {"config": config, **model} if config is not None else model
+    return CausalLMRecipe(CausalLMRecipe.Config.model_validate({"model": section, "dataset": dataset or {}}))
+
+
+def start(made: CausalLMRecipe, seed: int = 0) -> Any:
+    model, weights = build(made.build_model, made.weights(), seed)
+    assert weights.kind == made.weights().kind, weights.reason
+    materialise(model, CPU, seed, weights)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    files = str(tmp_path / "book.txt")
+    return {"name": "text", "files": files, "seq_length": 32, "cache_dir": str(tmp_path / "cache")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders as transformers writes them: one file, several, tied, without the head, and only the base model."""
+    root = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(1)
+    plain = transformers.AutoModelForCausalLM.from_config(recipe(LLAMA).transformers_config)
+    tied_config = recipe({**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}).transformers_config
+    tied = transformers.AutoModelForCausalLM.from_config(tied_config)
+    plain.save_pretrained(root / "one")
+    plain.save_pretrained(root / "several", max_shard_size="20KB")
+    plain.to(torch.bfloat16).save_pretrained(root / "bf16")
+    tied.save_pretrained(root / "tied")
+    plain.model.save_pretrained(root / "base")
+    return {path.name: path for path in root.iterdir()}
+
+
+def run(tmp_path: Path, model: dict[str, Any], dataset: dict[str, Any], **training: Any) -> Any:
+    tree = {
+        "recipe": "causal_lm",
+        "model": model,
+        "dataset": dataset,
+        "training": {"max_steps": 30, "batch_size": 8, "learning_rate": 5e-3, "eval_batches": 1, **training},
+        "experiment": {"output_dir": str(tmp_path / "out")},
+        "logging": {"every": 1, "console": "plain", "tensorboard": False},
+    }
+    return train(check_run(tree))
+
+
+def losses(tmp_path: Path) -> list[float]:
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def test_training_from_scratch(
+    tmp_path: Path, text: dict[str, Any], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    outcome = run(tmp_path, {"config": LLAMA}, text)
+    first, *_, last = losses(tmp_path)
+    assert first == pytest.approx(math.log(256), abs=0.15)
+    assert last < 2.5
+    assert "the" in outcome.preview
+    assert "[transformers]" not in "".join(capfd.readouterr())
+    assert not [w for w in recwarn if "transformers" in w.filename]
+
+
+def test_training_goes_on_from_a_folder(tmp_path: Path, text: dict[str, Any], saved: dict[str, Path]) -> None:
+    dataset = {**text, "tokenizer": "bytes", "eval_fraction": 0}
+    run(tmp_path, {"name": str(saved["several"])}, dataset, max_steps=1, learning_rate=1e-6)
+    (file,) = (tmp_path / "out" / "checkpoints").glob("step_*/model.safetensors")
+    start, end = load_file(saved["one"] / "model.safetensors"), load_file(file)
+    assert start.keys() == end.keys()
+    for name in start:
+        assert 0 < (start[name] - end[name]).abs().max() < 2e-6, name
+
+
+@pytest.mark.parametrize("kind", ["one", "several", "tied", "bf16"])
+def test_weights_from_a_folder_are_those_transformers_loads(kind: str, saved: dict[str, Path]) -> None:
+    ours = start(recipe(name=str(saved[kind]), dataset={"tokenizer": "bytes"}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved[kind], dtype=torch.float32)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert len(list(saved["several"].glob("*.safetensors"))) > 2
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == (kind == "tied")
+    with torch.no_grad():
+        assert torch.equal(ours(tokens(2, 16)).logits, theirs(tokens(2, 16)).logits)
+
+
+def test_weights_in_an_older_form_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    """transformers stores a Mixtral's experts one by one, and joins them while it loads."""
+    theirs = transformers.AutoModelForCausalLM.from_config(recipe(KINDS["mixtral"][0]).transformers_config).eval()
+    theirs.save_pretrained(tmp_path / "older")
+    theirs.save_pretrained(tmp_path / "own", save_original_format=False)
+    older, own = (recipe(name=str(tmp_path / kind), dataset={"tokenizer": "bytes"}) for kind in ("older", "own"))
+    refused("have no tensor .*save_original_format=False", older.build_model)
+    with torch.no_grad():
+        assert torch.equal(start(own)(tokens(2, 16)).logits, theirs(tokens(2, 16)).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_starts_as_transformers_starts_it(kind: str) -> None:
+    """By name: the same twice, and each parameter and buffer distributed as in transformers' own constructor."""
+    made = recipe(KINDS[kind][0])
+    ours, again, other = start(made), start(made), start(made, seed=1)
+    torch.manual_seed(3)
+    theirs = made.build_model()
+    for (name, a), b in zip(ours.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    drawn = 0
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.std() == 0) == (b.std() == 0), name
+        assert a.mean() == b.mean() if a.std() == 0 else a.std().item() == pytest.approx(b.std().item(), rel=0.15), name
+        drawn += not torch.equal(a, other.get_parameter(name))
+        assert (a.std() == 0) == torch.equal(a, other.get_parameter(name)), name
+    assert drawn > 10
+    for (name, a), b in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_start_depends_on_names_alone() -> None:
+    """In a deeper model a layer starts as it did. GPT-2's parents draw again what children drew, scaled by depth."""
+    for config, depth, layer in ((LLAMA, "num_hidden_layers", "model.layers.1"), (GPT2, "n_layer", "transformer.h.1")):
+        small, deep = start(recipe(config)), start(recipe({**config, depth: 5}))
+        for name, parameter in small.get_submodule(layer).named_parameters():
+            scale = math.sqrt(3 / 5) if name.endswith("c_proj.weight") else 1
+            assert torch.allclose(parameter * scale, deep.get_submodule(layer).get_parameter(name)), name
+    attention = start(recipe(GPT2)).transformer.h[0].attn
+    assert attention.c_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.1)
+    assert attention.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_model_of_eight_billion_is_built_without_memory() -> None:
+    made = recipe(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    )
+    with parameters_on_meta():
+        model = made.build_model()
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_blocks_head_and_groups(kind: str) -> None:
+    config, blocks, head = KINDS[kind]
+    made = recipe(config)
+    with parameters_on_meta():
+        model: Any = made.build_model()
+    plan = made.parallel_plan(model)
+    assert plan.blocks == tuple(f"{blocks}.{i}" for i in range(3))
+    assert plan.head == head
+    if head:
+        assert model.get_submodule(head) is model.get_output_embeddings()
+    decayed, flat = made.param_groups(model)
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    assert {id(p) for p in flat["params"]} == {id(p) for p in model.parameters() if p.ndim < 2 or has(embeddings, p)}
+    assert flat["weight_decay"] == 0
+    assert len(decayed["params"]) + len(flat["params"]) == len(list(model.parameters()))
+    assert has(flat["params"], model.get_output_embeddings().weight) == model.config.tie_word_embeddings
+
+
+def has(parameters: list[Any], parameter: Any) -> bool:
+    return any(parameter is other for other in parameters)
+
+
+def test_vocabulary_and_special_tokens_are_those_of_the_tokenizer() -> None:
+    """OPT's padding token is 1 by default: in bytes, a token that would never be learnt."""
+    config = recipe(KINDS["opt"][0]).transformers_config
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id) == (256, None, 0)
+    given = recipe({**LLAMA, "vocab_size": 300, "eos_token_id": 7}).transformers_config
+    assert (given.vocab_size, given.eos_token_id) == (300, 7)
+
+
+def test_a_preview_has_a_fixed_length_and_follows_the_generator(
+    text: dict[str, Any],
+) -> None:
+    """All ranks of a sharded model have to call it equally often, so an end-of-text token ends nothing."""
+    made = recipe({**LLAMA, "vocab_size": 300, "max_position_embeddings": 128}, dataset=text)
+    made.prepare_data()
+    model = start(made)
+    with torch.no_grad():
+        model.lm_head.weight[0] = 0
+        model.lm_head.weight[256:] = 0
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.register_forward_hook(count)
+
+    def preview(seed: int) -> str:
+        torch.manual_seed(seed)
+        return made.preview(model)
+
+    first = preview(0)
+    assert calls == 128 - 32
+    assert first.startswith("the quick brown fox jumps over t")
+    assert preview(0) == first != preview(1)
+
+
+def sharded(section: dict[str, Any], dataset: dict[str, Any]) -> tuple[list[Tensor], str]:
+    """The weights and a preview of a model of which each rank has a part."""
+    made = recipe(dataset=dataset, **section)
+    model, weights = build(made.build_model, made.weights(), 0)
+    mesh = init_device_mesh("cpu", (2,))
+    for name in made.parallel_plan(model).blocks:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    materialise(model, CPU, 0, weights)
+    torch.manual_seed(0)
+    preview = made.preview(model.eval())
+    model.reshard()  # type: ignore[operator]
+    return [parameter.full_tensor().detach() for parameter in model.parameters()], preview  # type: ignore[attr-defined]
+
+
+def test_a_sharded_model_starts_and_previews_as_a_whole_one(
+    pool2: Pool, text: dict[str, Any], saved: dict[str, Path]
+) -> None:
+    dataset = {**text, "tokenizer": "bytes"}
+    for section in ({"config": GPT2}, {"name": str(saved["several"])}):
+        made = recipe(dataset=dataset, **section)
+        made.prepare_data()
+        whole = start(made)
+        torch.manual_seed(0)
+        preview = made.preview(whole)
+        for weights, sample in pool2.run(sharded, section, dataset):
+            assert sample == preview
+            for a, b in zip(weights, whole.parameters(), strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, _, head) in KINDS.items() if head])
+def test_the_loss_over_the_head_in_chunks_is_the_loss(kind: str) -> None:
+    made = recipe(KINDS[kind][0])
+    model = start(made)
+    batch = {"input_ids": tokens(2, 9), "labels": tokens(2, 9, seed=1)}
+    whole = made.loss(model(**made.inputs(batch)), batch)
+    head = ChunkedHead(model, made.parallel_plan(model), 4)
+    with head.scoring(batch["labels"]):
+        chunked = made.loss(model(**made.inputs(batch)), batch)
+    assert head.num_scored == 1
+    assert chunked.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_attention_can_be_chosen() -> None:
+    eager, sdpa = (start(recipe(LLAMA, attn_implementation=kind)) for kind in ("eager", "sdpa"))
+    assert (eager.config._attn_implementation, sdpa.config._attn_implementation) == ("eager", "sdpa")
+    assert torch.allclose(eager(tokens(2, 9)).logits, sdpa(tokens(2, 9)).logits, atol=1e-6)
+
+
+def test_the_tokenizer_of_weights_is_theirs_unless_named() -> None:
+    assert recipe(name="org/some-model").config.dataset.tokenizer == "org/some-model"
+    assert recipe(name="org/some-model", dataset={"tokenizer": "bytes"}).config.dataset.tokenizer == "bytes"
+    assert recipe(LLAMA).config.dataset.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({}, "name .* or config .*neither is given"),
+        ({"name": "a", "config": LLAMA}, "both are given"),
+        ({"config": {"hidden_size": 8}}, "model.config.model_type is missing"),
+        ({"config": {"model_type": "lama"}}, "model.config.model_type = 'lama' .*did you mean llama"),
+        ({"config": {"model_type": "vit"}}, "'vit' is not a causal language model"),
+        ({"config": {**LLAMA, "hiden_size": 8}}, "model.config.hiden_size .*did you mean model.config.hidden_size"),
+        ({"config": {**LLAMA, "n_layer": 8}}, "model.config.n_layer is not a key of a llama"),
+        ({"config": {**LLAMA, "dtype": "bfloat16"}}, "model.config.dtype is not a key"),
+        ({"config": {**LLAMA, "use_cache": False}}, "model.config.use_cache has no effect"),
+        ({"config": {**LLAMA, "hidden_size": "8"}}, "model.config: Field 'hidden_size' expected int, got str"),
+        ({"config": {**LLAMA, "hidden_size": 33}}, r"model.config: The hidden size \(33\) is not a multiple"),
+        ({"config": LLAMA, "trust_remote_code": True}, "model.trust_remote_code: True has no use with model.config"),
+        ({"config": LLAMA, "revision": "main"}, "model.revision: 'main' has no use with model.config"),
+        ({"config": LLAMA, "attn_implementation": "flash"}, "model.attn_implementation = 'flash'.*'eager' or 'sdpa'"),
+        ({"nam": "a"}, "model.nam is not a key; did you mean model.name"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_line(model: dict[str, Any], message: str) -> None:
+    refused(message, lambda: check_run({"recipe": "causal_lm", "model": model, "training": {"max_steps": 1}}))
+
+
+def refused(message: str, action: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value)), caught.value
+
+
+def test_the_configs_and_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    examples = re.findall(r"^```yaml\n(recipe: causal_lm.*?)^```", (root / "docs/recipes.md").read_text(), re.M | re.S)
+    assert len(examples) == 2
+    for number, example in enumerate(examples):
+        (tmp_path / f"{number}.yaml").write_text(example)
+    for path in (*sorted(tmp_path.glob("*.yaml")), root / "configs/llama_stdlib.yaml"):
+        made = load_run(path)
+        resolved = tmp_path / f"resolved_{path.name}"
+        resolved.write_text(made.to_yaml())
+        assert load_run(resolved).recipe_config == made.recipe_config
+
+
+def test_what_does_not_fit_together_is_refused_before_training(text: dict[str, Any], saved: dict[str, Path]) -> None:
+    refused(
+        "model.config.vocab_size = 100, but dataset.tokenizer = 'bytes' makes 256",
+        recipe({**LLAMA, "vocab_size": 100}, dataset=text).prepare_data,
+    )
+    refused(
+        "dataset.seq_length = 65, but the model has max_position_embeddings = 64",
+        recipe(LLAMA, dataset={**text, "seq_length": 65}).prepare_data,
+    )
+    refused(
+        "model.revision: 'main' has no use with the folder", lambda: recipe(name=str(saved["one"]), revision="main")
+    )
+    refused("is_decoder", recipe({"model_type": "bert", **NEOX}).build_model)
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path, text: dict[str, Any], saved: dict[str, Path]) -> None:
+    def folder(name: str, *drop: str, **write: Any) -> CausalLMRecipe:
+        shutil.copytree(saved["several"], tmp_path / name)
+        for pattern in drop:
+            for path in (tmp_path / name).glob(pattern):
+                path.unlink()
+        for stem, content in write.items():
+            (tmp_path / name / stem.replace("__", ".")).write_text(content)
+        return recipe(name=str(tmp_path / name), dataset={**text, "tokenizer": "bytes"})
+
+    refused("only pickles", folder("pickles", "*.safetensors", "*.index.json", pytorch_model__bin="").prepare_data)
+    refused("has no weights", folder("empty", "*.safetensors", "*.index.json").prepare_data)
+    refused("names 'model-00001-of-.*', which is not in", folder("gone", "model-00001*").prepare_data)
+    refused("model.name: cannot load .*config", folder("blank", "config.json").prepare_data)
+    config = json.loads((saved["one"] / "config.json").read_text())
+    quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    refused("are quantised .gptq.", folder("quantised", config__json=quantised).prepare_data)
+    small = json.dumps({**config, "vocab_size": 100})
+    refused("the vocabulary of model.name '.*' = 100", folder("small", config__json=small).prepare_data)
+    escaping = json.dumps({"weight_map": {"a": "../several/model.safetensors"}})
+    refused("which is not in", folder("escaping", **{"model__safetensors__index__json": escaping}).prepare_data)
+    base = recipe(name=str(saved["base"]), dataset={**text, "tokenizer": "bytes"})
+    refused("have no tensor 'model.embed_tokens.weight' but 'embed_tokens.weight'.*save_pretrained", base.build_model)
+    damaged = folder("damaged")
+    for path in (tmp_path / "damaged").glob("*.safetensors"):
+        path.write_bytes(b"x" * 50)
+    refused("cannot be read as safetensors", damaged.build_model)
+    refused("there is no folder", recipe(name="./nowhere", dataset={**text, "tokenizer": "bytes"}).prepare_data)
+
+
+def test_a_name_that_cannot_be_reached(text: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # put back afterwards
+    monkeypatch.setattr("shoal.data.hub._hub_answers", lambda url: False)
+    made = recipe(name="nobody/nothing", dataset={**text, "tokenizer": "bytes"})
+    refused("model.name: cannot load 'nobody/nothing': the Hugging Face Hub cannot be reached", made.prepare_data)
+
+
+REMOTE_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path("{mark}").touch()
+
+
+class Mine(LlamaConfig):
+    model_type = "mine"
+
+
+class MineLM(LlamaForCausalLM):
+    config_class = Mine
+"""
+
+
+def test_code_that_comes_with_weights_runs_only_if_asked(
+    tmp_path: Path, text: dict[str, Any], saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved["one"], tmp_path / "code")
+    config = json.loads((saved["one"] / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.MineLM"}}
+    (tmp_path / "code" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code" / "mine.py").write_text(REMOTE_CODE.format(mark=tmp_path / "ran"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    dataset = {**text, "tokenizer": "bytes"}
+    refused("model.trust_remote_code: true", recipe(name=str(tmp_path / "code"), dataset=dataset).prepare_data)
+    assert not (tmp_path / "ran").exists()
+    trusted = recipe(name=str(tmp_path / "code"), dataset=dataset, trust_remote_code=True)
+    trusted.prepare_data()
+    assert type(start(trusted)).__name__ == "MineLM"
+    assert (tmp_path / "ran").exists()

@@ -1,0 +1,268 @@
+"""FSDP: what a step agrees on over ranks, what a rank holds, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from verify.planted import Block, Ragged, Words
+
+from shoal.config.schema import FSDPConfig, TrainingConfig
+from shoal.data import BatchSchedule, Loader
+from shoal.errors import UserError
+from shoal.parallel.desync import Desync, check_replicas
+from shoal.parallel.weights import build
+from shoal.strategies import DistributedStrategy, FSDPStrategy, SingleStrategy
+from shoal.training.optimizer import build_optimizer
+
+
+class Narrow(Ragged):
+    """Parameters with fewer rows than ranks, a frozen layer, and a layer used twice."""
+
+    def build_model(self) -> nn.Module:
+        shared = Block()
+        model = nn.Sequential(
+            nn.Embedding(13, 16), shared, nn.Linear(16, 3), nn.Linear(3, 16), Block(), shared, nn.Linear(16, 13)
+        )
+        model[4].requires_grad_(False)
+        return model
+
+
+class Overflowing(Ragged):
+    """The loss of one rank's samples is infinite in one step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.calls = rank, 0
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        mine = torch.distributed.get_rank() == self.rank
+        return super().loss(output, batch) * (math.inf if mine and self.calls == 4 else 1.0)
+
+
+def steps(strategy: DistributedStrategy, recipe: Any, count: int, sgd: bool = False) -> dict[str, Any]:
+    optimizer_keys: dict[str, Any] = {"optimizer": {"name": "sgd", "momentum": 0.9}} if sgd else {}
+    training = TrainingConfig(max_steps=1, learning_rate=1e-2, **optimizer_keys)
+    with strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        model, optimizer = strategy.prepare(
+            model.eval(),
+            lambda m: build_optimizer(training, recipe.param_groups(m)),
+            recipe.parallel_plan(model),
+            weights,
+        )
+        rank, size = strategy.data_rank, strategy.data_size
+        batches = BatchSchedule.constant(11, 2)
+        loader = Loader(Words(), recipe.collate, batches, seed=0, data_rank=rank, data_size=size)
+        told: dict[str, Any] = {"loss": [], "norm": [], "skipped": []}
+        for step, micro_batches in zip(range(count), loader, strict=False):
+            output = strategy.forward_backward(model, micro_batches, recipe, step)
+            info = strategy.step(optimizer, 0.5)
+            told["loss"].append(output.loss.item())
+            told["norm"].append(info.grad_norm.item())
+            told["skipped"].append(info.skipped.item())
+        told["eval"] = strategy.evaluate(model, micro_batches, recipe).loss.item()
+        state = strategy.state(model, optimizer)
+        told["weights"] = {name: whole(tensor) for name, tensor in state.model.items()}
+        told["moments"] = {f"{n}/{k}": whole(t) for n, slots in state.optimizer.items() for k, t in slots.items()}
+        told["grads_left"] = sum(p.grad is not None for p in model.parameters())
+        told["scale"] = strategy.loss_scale.scale.item() if strategy.loss_scale else None
+        return told
+
+
+def whole(tensor: Tensor) -> Any:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
+
+
+def sharded(options: dict[str, Any], recipe: Any, count: int = 3, sgd: bool = False) -> dict[str, Any]:
+    return steps(FSDPStrategy(device="cpu", **options), recipe, count, sgd)
+
+
+def worst(a: dict[str, Any], b: dict[str, Any], what: str = "weights") -> float:
+    assert a[what].keys() == b[what].keys()
+    return max(float(np.abs(a[what][name] - b[what][name]).max()) for name in a[what])
+
+
+@pytest.mark.parametrize("sgd", [False, True])
+def test_fewer_rows_than_ranks(pool4: Pool, sgd: bool) -> None:
+    """Empty shards, frozen and shared parameters; fused AdamW and fused SGD on what each rank holds."""
+    alone = steps(SingleStrategy(device="cpu"), Narrow(), 3, sgd)
+    ranks = pool4.run(sharded, {}, Narrow(), 3, sgd, init=False)
+    for told in ranks:
+        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert told["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert told["eval"] == pytest.approx(alone["eval"], rel=1e-5)
+        assert worst(told, alone) < 2e-5
+        assert worst(told, alone, "moments") < 2e-5
+        assert (told["norm"], told["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
+        assert told["grads_left"] == 0
+
+
+def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
+    ranks = pool2.run(sharded, {"mixed_precision": "fp16"}, Overflowing(1), 4, init=False)
+    assert ranks[0]["skipped"] == ranks[1]["skipped"] == [0, 1, 0, 0]
+    assert ranks[0]["scale"] == ranks[1]["scale"] == 2.0**15
+    assert all(np.isfinite(tensor).all() for tensor in ranks[0]["weights"].values())
+
+
+def test_fp32_skips_together(pool2: Pool) -> None:
+    for told in pool2.run(sharded, {}, Overflowing(0), 4, init=False):
+        assert told["skipped"] == [0, 1, 0, 0]
+
+
+def test_one_process_is_a_world_of_one() -> None:
+    alone = steps(SingleStrategy(device="cpu"), Ragged(), 3)
+    told = sharded({}, Ragged())
+    assert told["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert worst(told, alone) < 1e-6
+    assert not torch.distributed.is_initialized()
+
+
+def by_hand(strategy: DistributedStrategy, verb: str) -> dict[str, Any]:
+    """A loop of the user's own: a mean over the rank's samples."""
+    with strategy:
+        torch.manual_seed(0)
+        model = strategy.wrap_model(Ragged().build_model().eval())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        norms = []
+        for step in range(3):
+            for index in range(2):
+                ids = [(8 * step + 4 * index + i) % 61 for i in range(4)]
+                mine = ids[strategy.data_rank :: strategy.data_size]
+                batch = Ragged().collate([Words()[i] for i in mine])
+                with strategy.accumulate(model, last=index == 1):
+                    logits = model(batch["input_ids"])
+                    strategy.backward(logits.float().logsumexp(-1).mean() / 2)
+            if verb == "clip":
+                norms.append(strategy.clip_grad_norm(model, 0.1).item())
+                strategy.step(optimizer)
+            else:
+                norms.append(strategy.step(optimizer, 0.1).grad_norm.item())
+        return {"norms": norms, "weights": {n: whole(t) for n, t in strategy.state(model, optimizer).model.items()}}
+
+
+def by_hand_sharded(verb: str) -> dict[str, Any]:
+    return by_hand(FSDPStrategy(device="cpu"), verb)
+
+
+@pytest.mark.parametrize("verb", ["clip", "step"])
+def test_a_loop_by_hand(pool2: Pool, verb: str) -> None:
+    alone = by_hand(SingleStrategy(device="cpu"), "step")
+    for told in pool2.run(by_hand_sharded, verb, init=False):
+        assert told["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert worst(told, alone) < 1e-4
+
+
+def look(options: dict[str, Any]) -> dict[str, Any]:
+    strategy = FSDPStrategy(device="cpu", **options)
+    with strategy:
+        model = strategy.wrap_model(Normed())
+        held = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+        output = model(torch.zeros(2, 6))
+        return {"held": held, "buffer": model.running.dtype, "output": output.dtype, "about": strategy.about()}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.running = nn.Linear(6, 8), nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_types_of_parameters_and_buffers(pool2: Pool) -> None:
+    plain = pool2.run(look, {}, init=False)[0]
+    assert (plain["held"], plain["buffer"], plain["output"]) == (4 * 28, torch.float32, torch.float32)
+    options = {"mixed_precision": "pure_bf16", "buffer_dtype": "bf16", "reduce_dtype": "bf16"}
+    half = pool2.run(look, options, init=False)[0]
+    assert (half["held"], half["buffer"], half["output"]) == (4 * 28, torch.bfloat16, torch.bfloat16)
+    assert half["about"] == "fsdp FULL_SHARD, 2 shards, the whole model at once"
+
+
+def drift(rank_to_change: int) -> str:
+    strategy = FSDPStrategy(device="cpu", sharding_strategy="HYBRID_SHARD", mesh={"dp_replicate": 2})
+    with strategy:
+        torch.manual_seed(0)
+        model = strategy.wrap_model(Ragged().build_model())
+        if strategy.rank == rank_to_change:
+            with torch.no_grad():
+                model.get_parameter("4.weight").to_local()[0] += 1e-6  # type: ignore[attr-defined]
+        try:
+            check_replicas(dict(model.named_parameters()), strategy.replicas())
+        except Desync as alarm:
+            return str(alarm)
+        return ""
+
+
+def test_the_alarm_compares_replicas_of_shards(pool4: Pool) -> None:
+    assert pool4.run(drift, 99, init=False) == [""] * 4
+    told = pool4.run(drift, 3, init=False)
+    assert told[0] == told[2] == ""  # they hold other shards
+    assert "4.weight on rank 3 is not what rank 1 has" in told[1]
+
+
+def refusal(options: dict[str, Any]) -> str:
+    try:
+        with FSDPStrategy(device="cpu", **options) as strategy:
+            strategy.wrap_model(Ragged().build_model())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (HYBRID | {"mesh": {"dp_replicate": 3, "dp_shard": 2}}, "dp_replicate 3 × dp_shard 2 = 6, but there are 4"),
+        (HYBRID | {"mesh": {"dp_replicate": 3, "dp_shard": -1}}, "dp_replicate 3 does not divide the 4 processes"),
+        (HYBRID | {"mesh": {"dp_replicate": -1, "dp_shard": -1}}, "dp_replicate and dp_shard are both -1"),
+        (HYBRID, "HYBRID_SHARD on 1 replicas × 4 shards is not hybrid"),
+        ({"mesh": {"dp_replicate": 2, "dp_shard": 2}}, "is not what sharding_strategy FULL_SHARD means on 4"),
+        ({"cpu_offload": True}, "cpu_offload = true needs a GPU to offload from"),
+        ({"param_dtype": "bf16"}, "param_dtype = bf16, but training.mixed_precision = fp32 computes in fp32"),
+        ({"param_dtype": "fp32", "mixed_precision": "pure_bf16"}, "pure_bf16 gathers parameters in bf16"),
+        ({"mixed_precision": "fp8"}, "fp8 needs a GPU"),
+        ({"wrap_classes": ["Blok"]}, "wrap_classes names 'Blok', which is no class in the model; did you mean Block?"),
+        ({"auto_wrap_policy": "size_based"}, "no module inside the model has 100,000,000 parameters"),
+        ({"auto_wrap_policy": "transformer_based"}, "transformer_based, but the model has no repeated blocks"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(pool4: Pool, options: dict[str, Any], words: str) -> None:
+    for told in pool4.run(refusal, options, init=False):
+        assert words in told
+        assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"backward_prefetch": "BACKWARD_POST"}, "always asks for the next unit before"),
+        ({"backward_prefetch": None}, "always asks for the next unit before"),
+        ({"limit_all_gathers": False}, "cannot do otherwise"),
+        ({"wrap_classes": ["A"], "auto_wrap_policy": "size_based"}, "both choose the units"),
+        ({"min_num_params": 5}, "is for auto_wrap_policy: size_based"),
+    ],
+)
+def test_names_from_elsewhere_mean_what_they_say(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FSDPConfig(**keys)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_pure_bf16_needs_fsdp(strategy: str) -> None:
+    from shoal.strategies import DDPStrategy
+
+    kind = {"single": SingleStrategy, "ddp": DDPStrategy}[strategy]
+    with pytest.raises(UserError, match=r"use distributed\.strategy: fsdp"):
+        kind(device="cpu", mixed_precision="pure_bf16")

@@ -1,0 +1,100 @@
+"""FSDP in every form computes the training that one device does, and does its work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+
+from shoal.errors import UserError
+from shoal.verify import prove
+from verify.runs import bdh, failed, llama, on, ragged
+
+SHARDINGS = ["fsdp", "fsdp_shard_grad_op", "fsdp_no_shard"]
+MODELS = {"bdh": bdh, "llama": llama}
+EVERY_TIME = {"fsdp": {"reduce_every_micro_batch": True}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
+    """A ragged batch that does not divide, and parameters that do not."""
+    run = ragged(global_batch_size=11, gradient_accumulation=accumulation)
+    for verdict in prove(run, 2, SHARDINGS, runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_replicas_of_shards_equal_one_device(pool4: Pool) -> None:
+    run = ragged(global_batch_size=13, gradient_accumulation=3)
+    for verdict in prove(run, 4, ["fsdp", "fsdp_hybrid"], runner=on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.parametrize("procs", [2, 4])
+def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, procs: int) -> None:
+    run = ragged(distributed=EVERY_TIME, global_batch_size=11, gradient_accumulation=3)
+    (verdict,) = prove(run, procs, ["fsdp" if procs == 2 else "fsdp_hybrid"], runner=on({2: pool2, 4: pool4}[procs]))
+    assert failed(verdict) == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_sharded_recomputed_and_chunked_equal_one_device(pool2: Pool, tmp_path: Path, model: str) -> None:
+    less_memory = {"activation_checkpointing": "full", "loss_chunks": 3}
+    run = MODELS[model](tmp_path, global_batch_size=7, gradient_accumulation=2, **less_memory)
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    assert failed(verdict) == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16"])
+def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, precision: str) -> None:
+    run = llama(tmp_path, global_batch_size=8, gradient_accumulation=2, mixed_precision=precision)
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    assert failed(verdict) == {}
+
+
+def test_options_are_proved_too(pool2: Pool, tmp_path: Path) -> None:
+    options = {"wrap_classes": ["LlamaMLP", "LlamaAttention"], "forward_prefetch": True}
+    run = llama(tmp_path, {"fsdp": options}, global_batch_size=6)
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    assert failed(verdict) == {}
+
+
+def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
+    with pytest.raises(UserError, match="--strategies fsdp_hybrid: 2 processes are not two replicas of several"):
+        prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
+    with pytest.raises(UserError, match="--strategies ddp: it has no pure_bf16"):
+        prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=on(pool2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("every_time", [False, True])
+@pytest.mark.parametrize("less_memory", [{}, {"activation_checkpointing": "full"}, {"loss_chunks": 4}])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_matrix(
+    pool2: Pool,
+    pool4: Pool,
+    tmp_path: Path,
+    procs: int,
+    accumulation: int,
+    every_time: bool,
+    less_memory: dict[str, Any],
+    model: str,
+) -> None:
+    keys = {"global_batch_size": 13, "gradient_accumulation": accumulation, **less_memory}
+    run = MODELS[model](tmp_path, EVERY_TIME if every_time else None, **keys)
+    layouts = [*SHARDINGS, *(["fsdp_hybrid"] if procs == 4 else [])]
+    for verdict in prove(run, procs, layouts, runner=on({2: pool2, 4: pool4}[procs])):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled(pool2: Pool, tmp_path: Path, model: str, recompute: str) -> None:
+    keys = {"compile": True, "activation_checkpointing": recompute, "loss_chunks": 2}
+    run = MODELS[model](tmp_path, global_batch_size=8, gradient_accumulation=2, **keys)
+    for verdict in prove(run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
