@@ -1,6 +1,6 @@
 """What the wrappers cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
 
-    python benchmarks/llama.py [--steps 12] [--small] [--cases raw,single,...] [--json FILE]
+    python benchmarks/llama.py [--steps 12] [--small] [--cases raw,single,...] [--write docs/llama.md]
 
 Every case runs in a process of its own, one after another: first a compiled loop written by hand in plain PyTorch,
 then the same steps under shoal's strategies. Worlds of several ranks are torch's `fake` backend: rank 0 computes for
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_laye
 SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
+ABOUT = (
+    "`raw` is a loop written by hand: the whole model compiled, bf16 autocast, fused AdamW, clipping. The others are "
+    "shoal's strategies on the same batch, compiled block by block, from the third on with `loss_chunks: 8`. `lean` is "
+    'pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of N" is one real rank in a world whose other '
+    "ranks do not exist (torch's `fake` backend): its computing and memory are real, its waiting for a network is not."
+)
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 
 # name → (ranks in the world, keys of `distributed`, keys of `training`)
@@ -57,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a model that a CPU can step, to try the script")
     parser.add_argument("--cases", help="those whose name contains one of these, with commas between")
-    parser.add_argument("--json", help="also write the figures there")
+    parser.add_argument("--write", help="also write the table, as a page, there")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -77,8 +84,24 @@ def main() -> None:
         against = result["tokens_per_second"] / results["raw"]["tokens_per_second"] if "raw" in results else 0
         shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:5.3f} of raw  {result['peak_gib']:6.2f} GiB"
         print(f"{name:32} {shown}  loss {result['loss']:.3f}", flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
+    if options.write:
+        Path(options.write).write_text(page(results, options.steps))
+
+
+def page(results: dict[str, dict[str, float]], steps: int) -> str:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    head = "# A Llama of 1.1 billion parameters on one GPU\n\nWritten by `python benchmarks/llama.py --write "
+    head += f"docs/llama.md` on {date.today().isoformat()}: {device}, torch {torch.__version__}, "
+    head += f"8 × 2048 tokens a step, {steps} steps after 3. {ABOUT}\n\n"
+    raw = results.get("raw", {}).get("tokens_per_second")
+    rows = []
+    for name, result in results.items():
+        speed = result["tokens_per_second"]
+        against = f"{speed / raw:.3f}" if raw else "-"
+        rows.append(f"| {name} | {speed:,.0f} | {against} | {result['peak_gib']:.2f} |\n")
+    return f"{head}| | tokens/s | of raw | peak GiB |\n| --- | --- | --- | --- |\n{''.join(rows)}"
 
 
 def measure(name: str, steps: int, small: bool) -> dict[str, float]:

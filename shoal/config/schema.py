@@ -184,7 +184,8 @@ class DDPConfig(Section):
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    bucket_cap_mb: Positive = 25
+    bucket_cap_mb: Positive | None = None
+    """How much gradient is sent at once. Unless given: 25, or a twentieth of all gradients if that is more."""
     broadcast_buffers: bool = True
 
 

@@ -61,13 +61,38 @@ def copy_on_meta(model: nn.Module) -> nn.Module | None:
         return None
 
 
+def flop_counter() -> FlopCounterMode:
+    """torch's own, but for attention with fewer key and value heads than queries, which torch 2.11 refuses to count."""
+    aten = torch.ops.aten
+    forwards = [getattr(aten, f"_scaled_dot_product_{kind}", None) for kind in _ATTENTIONS]
+    backwards = [getattr(aten, f"_scaled_dot_product_{kind}_backward", None) for kind in _ATTENTIONS]
+    formulas = dict.fromkeys(filter(None, forwards), _attention_flops)
+    formulas |= dict.fromkeys(filter(None, backwards), _attention_backward_flops)
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+_ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products over all pairs of positions. Shapes are (batch, heads, time, size)."""
+    batch, heads, queries, size = query
+    return 2 * batch * heads * queries * key[-2] * (size + value[-1])
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Five products: the scores once more, and the gradients of scores, queries, keys and values."""
+    batch, heads, queries, size = query
+    return 2 * batch * heads * queries * key[-2] * (3 * size + 2 * value[-1])
+
+
 def count_forward_flops(forward: Callable[[], object]) -> int | None:
     """FLOPs of a call of a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
 
     None when the model cannot run on shapes alone, for instance because its control flow depends on values.
     """
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), flop_counter() as counter:
             forward()
     except Exception:  # foreign kernels fail on meta in their own ways, too
         return None

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.errors import UserError
+from shoal.torch_private import TorchDispatchMode
 
+_CAST = torch.ops.aten._to_copy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,23 +66,25 @@ def half_type(precision: str) -> torch.dtype | None:
     return None if compute == "fp32" else DTYPES["bf16" if compute == "fp8" else compute]
 
 
+_AUTOCAST = {mode: half_type(mode) for mode in ("bf16", "fp16", "fp8")}
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    half = half_type(precision)
-    if half is None or precision == "pure_bf16":
-        return nullcontext()
-    return torch.autocast(device.type, half)
+    half = _AUTOCAST.get(precision)
+    return nullcontext() if half is None else torch.autocast(device.type, half)
 
 
-class HalfWitness:
-    """Sees whether half precision was computed in: matmuls under autocast keep half inputs for the backward."""
+class HalfWitness(TorchDispatchMode):
+    """Sees whether half precision was computed in: an operation, other than a cast, that makes it."""
 
     def __init__(self, precision: str) -> None:
+        super().__init__()
         self.seen = False
         self._wanted = half_type(precision)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen or tensor.dtype == self._wanted
-        return tensor
-
-    def watch(self) -> AbstractContextManager[None]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        first = output[0] if isinstance(output, list | tuple) and output else output
+        if isinstance(first, Tensor) and first.dtype == self._wanted and func.overloadpacket is not _CAST:
+            self.seen = True
+        return output

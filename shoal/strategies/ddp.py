@@ -36,7 +36,7 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        bucket_cap_mb: int = 25,
+        bucket_cap_mb: int | None = None,
         broadcast_buffers: bool = True,
         **options: Any,
     ):
@@ -60,7 +60,11 @@ class DDPStrategy(DistributedStrategy):
         model = super().wrap_model(model)
         if self.mesh is None or not any(p.requires_grad for p in model.parameters()):
             return model
-        return DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **self.options)
+        options = dict(self.options)
+        if options["bucket_cap_mb"] is None:  # small ones cost a large model more than they overlap
+            gradient_mb = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
+            options["bucket_cap_mb"] = max(25, round(gradient_mb / 20))
+        return DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **options)
 
     def prepare(self, *args: Any) -> Any:
         self._warm = False

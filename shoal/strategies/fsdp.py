@@ -30,8 +30,7 @@ CPU = torch.device("cpu")
 class FSDPStrategy(DistributedStrategy):
     """torch's fully_shard over the mesh dimension `dp_shard`, replicated over `dp_replicate`.
 
-    On one process it is the same machinery over a world of one: it saves no memory then, but `pure_bf16` and
-    `cpu_offload` work.
+    On one process the plain model computes, unless `pure_bf16` or `cpu_offload` need fully_shard there, too.
     """
 
     name = "fsdp"
@@ -112,6 +111,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def about(self) -> str:
         assert self.mesh is not None
+        if not isinstance(self.engine, FSDPModule):
+            return f"fsdp {self.sharding_strategy}, one process and so nothing to shard"
         replicas, shards = self.mesh["dp_replicate"].size(), self.mesh["dp_shard"].size()
         spread = f"{replicas} replicas × {shards} shards" if replicas > 1 else f"{shards} shards"
         units = f"{len(self.units)} units and the rest" if self.units else "the whole model at once"
@@ -138,6 +139,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def _shard(self, model: nn.Module, plan: ParallelPlan) -> None:
         self.units = choose_units(model, plan, **self._wrap)  # type: ignore[arg-type]
+        if self.world.size == 1 and not self.cpu_offload and self.param_dtype == "fp32":
+            return  # there is nothing to gather, and fully_shard would copy every parameter to do so
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
         param_type, reduce_type = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
         # None: all but the model itself, whose parameters its backward would gather again right away.

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
+from shoal.observe.flops import flop_counter
 from shoal.parallel.desync import Desync, check_replicas, check_samples
-from shoal.parallel.shards import local_part
+from shoal.parallel.shards import local_part, slices
 from shoal.parallel.weights import build
 from shoal.strategies import from_config
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
@@ -119,7 +121,7 @@ class _Tracer:
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
         if not counting:
             return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step).loss.item()
-        with CountCollectives() as collectives, FlopCounterMode(display=False) as flops:
+        with CountCollectives() as collectives, flop_counter() as flops:
             output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
@@ -143,8 +145,22 @@ class _Tracer:
 
 
 def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in named.items()}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in full.items()}
+    """On the CPU, put together from the parts of all ranks.
+
+    Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
+    """
+    whole = {name: local_part(t).to("cpu", copy=True) for name, t in named.items() if not isinstance(t, DTensor)}
+    sharded = {name: t for name, t in named.items() if isinstance(t, DTensor)}
+    if sharded:
+        parts = {name: (slices(t), local_part(t).cpu()) for name, t in sharded.items()}
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, parts)
+        for name, tensor in sharded.items():
+            whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for rank in told:
+                place, part = rank[name]
+                whole[name][tuple(place)] = part
+    return {name: whole[name] for name in named}
 
 
 class CountCollectives(TorchDispatchMode):

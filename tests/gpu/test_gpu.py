@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import ToyRun
+from torch import Tensor, nn
 
 import shoal
 from shoal.config import check_run, load_run
+from shoal.config.schema import TrainingConfig
 from shoal.launch.functions import run_function
+from shoal.parallel.weights import build
+from shoal.recipes import Recipe
+from shoal.strategies import DDPStrategy, FSDPStrategy
 from shoal.training import train
+from shoal.training.optimizer import build_optimizer
 from shoal.training.trainer import Trainer
+from shoal.types import MicroBatch
 from shoal.verify import prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
@@ -59,18 +66,116 @@ def test_precisions(tmp_path: Path, note: Callable[[str, str], None], precision:
     note(name, f"loss 5.6 → {outcome.metrics['train/loss']:.3f}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_two_ranks_on_one_gpu_equal_one(tmp_path: Path, note: Callable[[str, str], None], precision: str) -> None:
-    tree = bdh(tmp_path, mixed_precision=precision, gradient_accumulation=2)
+def llama(tmp_path: Path, **training: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = {"config": {"model_type": "llama", **sizes, **heads}}
+    return bdh(tmp_path, **training) | {"recipe": "causal_lm", "model": model}
+
+
+LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "layouts", "options"),
+    [
+        (bdh, "fp32", None, {}),
+        (bdh, "fp16", ["fsdp"], {}),
+        (llama, "fp32", ["ddp", "fsdp"], LEAN),
+        (llama, "bf16", ["ddp", "fsdp"], LEAN),
+        (llama, "pure_bf16", ["fsdp"], {"activation_checkpointing": "selective"}),
+        (llama, "fp8", ["ddp", "fsdp"], {}),
+        (llama, "bf16", ["fsdp"], {**LEAN, "compile": True}),
+    ],
+)
+def test_two_ranks_on_one_gpu_equal_one(
+    tmp_path: Path,
+    note: Callable[[str, str], None],
+    model: Callable[..., dict[str, Any]],
+    precision: str,
+    layouts: list[str] | None,
+    options: dict[str, Any],
+) -> None:
+    tree = model(tmp_path, mixed_precision=precision, gradient_accumulation=2, **options)
     tree["training"] |= {"batch_size": None, "global_batch_size": 22}
     tree["distributed"] = {"backend": "gloo"}
-    verdicts = prove(check_run(tree), procs=2)
-    for verdict in verdicts:
+    for verdict in prove(check_run(tree), procs=2, layouts=layouts, steps=2):
         failed = {check.name: check.detail for check in verdict.checks if not check.passed}
-        assert failed == {}
+        assert failed == {}, verdict.layout
         gradients = {check.name: check.detail for check in verdict.checks}["gradients"]
-        layout = f"{verdict.layout} on {verdict.procs}, {precision}, over gloo"
-        note(f"`shoal verify`, {layout}", f"same; gradients {gradients}")
+        how = ", ".join(
+            [model.__name__, verdict.layout, precision, *(f"{key} {value}" for key, value in options.items())]
+        )
+        note(f"`shoal verify` on {verdict.procs} over gloo: {how}", f"same; gradients {gradients}")
+
+
+WIDTH, BLOCKS = 2048, 16
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Large(Recipe):
+    """128 million parameters: 512 MiB of weights, 2 GiB with gradients and moments."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*(Wide() for _ in range(BLOCKS)))
+
+    def inputs(self, batch: Any) -> dict[str, Any]:
+        return {"input": batch["x"]}
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.square().sum()
+
+
+def train_under_a_cap(name: str, cap_gib: float, options: dict[str, Any]) -> tuple[float, float]:
+    """(loss after two updates, peak GiB), with no more than so much of the GPU for this process."""
+    whole = torch.cuda.get_device_properties(0).total_memory / 2**30
+    torch.cuda.set_per_process_memory_fraction(cap_gib / whole, 0)
+    recipe, training = Large(), TrainingConfig(max_steps=1)
+    kind = DDPStrategy if name == "ddp" else FSDPStrategy
+    with kind(device="cuda", backend="gloo", **options) as strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        plan = recipe.parallel_plan(model)
+        model, optimizer = strategy.prepare(
+            model, lambda m: build_optimizer(training, recipe.param_groups(m)), plan, weights
+        )
+        for step in range(3):
+            torch.manual_seed(strategy.rank)
+            batch = MicroBatch({"x": torch.randn(2, WIDTH)}, [0, 0], [0, 1])
+            loss = strategy.forward_backward(model, [batch], recipe, step).loss.item()
+            strategy.step(optimizer, 1.0)
+        return loss, torch.cuda.max_memory_allocated() / 2**30
+
+
+def test_a_model_that_ddp_cannot_train(note: Callable[[str, str], None]) -> None:
+    cap = 1.6
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_function(train_under_a_cap, ("ddp", cap, {}), 2, "spawn")
+    note(f"DDP on 2, 128 million parameters, {cap} GiB each", "out of memory")
+    losses = {}
+    for told, options in (("", {}), (", cpu_offload", {"cpu_offload": True})):
+        (losses[told], peak), _ = run_function(train_under_a_cap, ("fsdp", cap, options), 2, "spawn")
+        assert peak < cap
+        note(f"FULL_SHARD on 2{told}, the same", f"trains, peak {peak:.2f} GiB")
+    assert losses[", cpu_offload"] == pytest.approx(losses[""], rel=1e-3)
+    ((alone, peak),) = run_function(train_under_a_cap, ("fsdp", cap, {"cpu_offload": True}), 1, "spawn")
+    assert alone == pytest.approx(losses[""], rel=0.2)  # half the samples
+    note("fsdp with cpu_offload on 1, the same", f"trains, peak {peak:.2f} GiB")
+
+
+def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None]) -> None:
+    outcome = train(check_run(llama(tmp_path, mixed_precision="fp8", compile=True)))
+    assert outcome.metrics["train/loss"] < 4.0  # from 6.2
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "28 linear layers" in report
+    note("Llama, fp8, compiled, 30 steps", f"loss 6.2 → {outcome.metrics['train/loss']:.3f}")
 
 
 def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, str], None]) -> None:
@@ -103,7 +208,15 @@ def test_no_step_waits_for_the_device(
     monkeypatch.setattr(Trainer, "take_step", watched)
     for precision in ("fp32", "bf16", "fp16"):
         toy.train(f"training.mixed_precision={precision}", f"experiment.output_dir={toy.folder}/{precision}")
-    note("host synchronisations in a step, fp32, bf16, fp16", "none (torch.cuda.set_sync_debug_mode)")
+    for mode in ("full", "selective"):
+        keys = {"loss_chunks": 4, "activation_checkpointing": mode, "mixed_precision": "bf16"}
+        folder = toy.folder / mode
+        folder.mkdir()
+        train(check_run(llama(folder, **keys)))
+    fsdp = llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp", "backend": "gloo"}}
+    train(check_run(fsdp))
+    kinds = "fp32, bf16, fp16, recomputed, chunked, fsdp on one process"
+    note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")
 
 
 def test_the_published_bdh_is_quick(tmp_path: Path, note: Callable[[str, str], None]) -> None:
