@@ -83,12 +83,7 @@ class Recipe:
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """How the model may be cut; by default its longest list of like modules are the blocks."""
-        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-        alike = [(name, m) for name, m in lists if len(m) > 1 and len({type(child) for child in m}) == 1]
-        if not alike:
-            return ParallelPlan()
-        name, blocks = max(alike, key=lambda item: len(item[1]))
-        return ParallelPlan(blocks=tuple(f"{name}.{i}" if name else str(i) for i in range(len(blocks))))
+        return ParallelPlan.derive(model)
 
     def preview(self, model: nn.Module) -> str | None:
         """Something to look at after an evaluation, such as a generated text. Called on every rank."""

@@ -168,7 +168,9 @@ class CausalLMRecipe(TextRecipe):
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         blocks = tuple(_blocks(model)) or super().parallel_plan(model).blocks
-        return ParallelPlan(blocks=blocks, head=_head(model))
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        embed = next((name for name, module in model.named_modules() if module is embedding), None)
+        return ParallelPlan(blocks=blocks, embed=embed, head=_head(model))
 
     def preview(self, model: nn.Module) -> str:
         """How the model goes on from the first words it was not trained on.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.observe.flops import copy_on_meta, count_forward_flops, peak_flops, tree_to_meta
+from shoal.observe.flops import copy_on_meta, count_forward_flops, flop_counter, peak_flops, tree_to_meta
 from shoal.observe.memory import memory_gib
 
 BATCH, WIDTH, HIDDEN = 3, 8, 16
@@ -65,6 +65,18 @@ def test_attention_is_counted_on_meta() -> None:
     attention = nn.functional.scaled_dot_product_attention
     q = torch.zeros(BATCH, heads, time, size, device="meta")
     assert count_forward_flops(lambda: attention(q, q, q)) == 4 * BATCH * heads * time**2 * size
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_fewer_key_heads_than_queries_are_counted(device: str) -> None:
+    heads, time, size = 4, 16, 8
+    q, k, v = (torch.zeros(BATCH, n, time, size, device=device, requires_grad=True) for n in (heads, 2, 2))
+    with flop_counter() as counter:
+        output = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    assert forward == 4 * BATCH * heads * time**2 * size
+    assert 2 * forward <= counter.get_total_flops() - forward <= 2.5 * forward
 
 
 def test_control_flow_that_depends_on_values_gives_none() -> None:

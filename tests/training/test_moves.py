@@ -76,6 +76,18 @@ def test_layouts_continue_each_other(toy: ToyRun, pool2: Pool, pool4: Pool, firs
     assert {p["step"]: p["samples"] for p in progress}[10] == 120
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "hybrid4"])
+def test_a_layout_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
+    pools, keys = {2: pool2, 4: pool4}, ["training.lr_scheduler=constant"]
+    train_on(layout, toy, pools, *keys, "training.max_steps=4")
+    train_on(layout, toy, pools, *keys)
+    train_on(layout, toy, pools, *keys, f"experiment.output_dir={toy.folder}/undisturbed")
+    folders = (toy.output, toy.folder / "undisturbed")
+    interrupted, undisturbed = (open_checkpoint(f / "checkpoints" / "step_00000010").read() for f in folders)
+    assert bits(interrupted) == bits(undisturbed)
+    assert toy.metrics() == toy.metrics(output=toy.folder / "undisturbed")
+
+
 def read_and_write(config: Path, overrides: list[str], source: Path, target: Path) -> None:
     run = load_run(config, ["model.dropout=0.0", *overrides])
     strategy, recipe = from_config(run.config), run.recipe_type(run.recipe_config)

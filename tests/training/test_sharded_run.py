@@ -1,0 +1,86 @@
+"""Whole runs with what saves memory: they train, evaluate, show a sample, and say what is in force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from verify.runs import bdh, llama
+
+from shoal.config import Run, check_run
+from shoal.errors import UserError
+from shoal.training import train
+
+LEAN = {"mixed_precision": "bf16", "activation_checkpointing": "full", "loss_chunks": 3, "eval_steps": 2}
+
+
+def in_folder(run: Run, folder: Path, **distributed: Any) -> Run:
+    tree = run.tree()
+    tree["experiment"]["output_dir"] = str(folder)
+    tree["distributed"] |= distributed
+    tree["dataset"]["eval_fraction"] = 0.2
+    tree["logging"] |= {"console": "off", "tensorboard": False}
+    return check_run(tree)
+
+
+def finish(run: Run) -> tuple[dict[str, float], str | None]:
+    outcome = train(run)
+    return outcome.metrics, outcome.preview
+
+
+def test_a_lean_run_says_what_is_in_force(tmp_path: Path) -> None:
+    run = in_folder(bdh(tmp_path, batch_size=2, **LEAN), tmp_path / "out", ddp={"static_graph": True})
+    train(check_run(run.tree(), {"distributed.ddp.static_graph": "command line"}))
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "recomputed    2 modules, full" in report
+    assert "loss          in 3 chunks" in report
+    assert "distributed.ddp: the strategy is single" in report
+
+
+@pytest.mark.parametrize("model", [bdh, llama])
+def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any) -> None:
+    keys: dict[str, Any] = {
+        "global_batch_size": 6,
+        "batch_size": 2,
+        "eval_steps": 2,
+        "activation_checkpointing": "full",
+    }
+    run = model(tmp_path, **keys)
+    tree = run.tree()
+    tree["model"] |= {"dropout": 0.0} if model is bdh else {}
+    metrics, preview = finish(in_folder(check_run(tree), tmp_path / "one"))
+    ranks = pool2.run(finish, in_folder(check_run(tree), tmp_path / "two", strategy="fsdp"), init=False)
+    for told, text in ranks:
+        assert told["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-5)
+        assert told["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-5)
+        assert text == ranks[0][1]
+    assert preview
+    report = (tmp_path / "two" / "report.txt").read_text()
+    units = "the whole model at once" if model is bdh else "5 units and the rest"
+    assert f"fsdp FULL_SHARD, 2 shards, {units} on cpu" in report
+    assert "FSDP" not in report.split("model  ")[1].splitlines()[0]
+
+
+def test_where_nothing_is_recomputed_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.training.report.num_recomputed", lambda: 0)
+    run = in_folder(bdh(tmp_path, batch_size=2, activation_checkpointing="full"), tmp_path / "out")
+    with pytest.raises(UserError, match="nothing was computed again in the first step's backward"):
+        train(run)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"activation_checkpointing": {"mode": "full", "classes": ["Levle"]}}, "it has Level"),
+        ({"activation_checkpointing": {"mode": "none", "every": 2}}, "have no effect with mode: none"),
+        ({"mixed_precision": "fp8"}, "fp8 needs a GPU"),
+        ({"mixed_precision": "pure_bf16"}, "use distributed.strategy: fsdp"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        train(in_folder(bdh(tmp_path, batch_size=2, **keys), tmp_path / "out"))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
