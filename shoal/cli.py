@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import shoal
+from shoal import checkpoint_commands
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
 Overrides = Annotated[
@@ -107,6 +110,41 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def chaos(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(help="How often to kill a process of the run.", min=1)] = 5,
+    seed: Annotated[int, typer.Option(help="Decides victims and moments, as far as a clock can.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Kill the run at random, again and again, and prove that its end is that of an undisturbed one."""
+    import json
+    import tempfile
+
+    from shoal.config import load_run
+    from shoal.verify.chaos import chaos as wreak
+
+    run = load_run(config, overrides or ())
+    parent = Path(run.config.output_dir).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    told = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    folder = Path(tempfile.mkdtemp(prefix=f"{run.config.experiment.name}-chaos-", dir=parent))
+    verdict = wreak(config, overrides or [], run, folder / "runs", kills, seed, told)
+    if verdict.passed:
+        shutil.rmtree(folder)
+    if as_json:
+        print(json.dumps(verdict.as_dict(), indent=1))
+    elif verdict.passed:
+        how = "bit-equal" if verdict.allowed is None else f"within {verdict.allowed:.1e}, as two undisturbed runs are"
+        print(f"survived {len(verdict.kills)} kills; the end is {how}, and so is the log")
+    else:
+        print("NOT the same after all:", *verdict.problems[:10], f"the runs are in {folder}", sep="\n  ")
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
 def _tell(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
     """The last words of a run: how it went and what can be done with it."""
     again = [_command("shoal"), "train", str(config)]
@@ -148,7 +186,7 @@ def main() -> None:
     except UserError as error:
         if "--debug" in sys.argv:
             raise
-        print(f"shoal: error: {error}", file=sys.stderr)
+        print(f"shoal: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("shoal: interrupted", file=sys.stderr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def _go_over_to(kind: type[DistributedStrategy], options: dict[str, Any]) -> Dis
     """Another strategy in the process group that is there."""
     global _strategy
     _running()
-    _strategy = kind(**_options | options)
+    common = signature(DistributedStrategy.__init__).parameters  # those of setup_distributed's that any kind takes
+    kept = {name: value for name, value in _options.items() if name in common or kind is DDPStrategy}
+    _strategy = kind(**kept | options)
     _strategy.setup()
     return _strategy
 

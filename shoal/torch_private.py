@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 # What a DTensor's constructor takes; see as_shard.
@@ -24,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_shard",
     "compiled_graphs",
+    "set_group_timeout",
     "shape_and_offset",
     "storage_key",
     "uncompiled",
@@ -38,6 +43,11 @@ def as_shard(local: Tensor, parameter: DTensor) -> DTensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """The groups of a mesh are made without asking for how long they may wait."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def storage_key(tensor: Tensor) -> int:

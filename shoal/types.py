@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+IGNORED = -100
+"""The label that counts for nothing, as in torch's cross-entropy."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPhase:
     """From `first_epoch` on, a step takes `global_batch_size` samples in micro-batches of `batch_size`."""

@@ -44,7 +44,7 @@ def test_commands_in_the_docs_run(command: str, tmp_path: Path) -> None:
     if words[1] in ("train", "verify"):
         sizes = ["training.batch_size=2", "training.global_batch_size=4", "dataset.seq_length=32"]
         ends = ["training.max_steps=2", "training.eval_batches=1", f"experiment.output_dir={tmp_path}/run"]
-        words += [*sizes, *ends]
+        words += [*sizes, *ends, *(["--strategies", "fsdp", "--steps", "2"] if words[1] == "verify" else [])]
     result = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr
 

@@ -12,13 +12,13 @@ ALLOWED: dict[str, set[str]] = {
     "config": BASE,
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
-    "checkpoint": BASE | {"config"},
+    "checkpoint": BASE | {"config", "parallel"},
     "parallel": BASE | {"config"},
     "models": set(),
     "recipes": BASE | {"models", "data"},
     "strategies": BASE | {"checkpoint", "config", "parallel"},
     "launch": BASE | {"checkpoint", "config", "parallel"},
-    "verify": BASE | {"config", "data", "launch", "parallel", "strategies", "training"},
+    "verify": BASE | {"checkpoint", "config", "data", "launch", "observe", "parallel", "strategies", "training"},
     "training": BASE | {"config", "data", "observe", "checkpoint", "parallel", "strategies"},
 }
 

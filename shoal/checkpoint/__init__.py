@@ -1,7 +1,7 @@
 """The neutral store and its manager: alone in writing and reading checkpoints."""
 
 from shoal.checkpoint.boxes import WrongLayout
-from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
+from shoal.checkpoint.manager import CheckpointManager, find_best_checkpoint, find_latest_checkpoint
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.checkpoint.stored import Stored
 
@@ -11,6 +11,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Stored",
     "WrongLayout",
+    "find_best_checkpoint",
     "find_latest_checkpoint",
     "open_checkpoint",
     "write_checkpoint",

@@ -23,27 +23,25 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import shoal
 from shoal.checkpoint.boxes import Box, WrongLayout, local_box, why_not_whole
+from shoal.checkpoint.file import write_safetensors
+from shoal.checkpoint.peers import Peers
 from shoal.checkpoint.stored import DamagedCheckpoint as DamagedCheckpoint
-from shoal.checkpoint.stored import Pieces, Stored, header_digest, parse_tensors, tensor_digest
+from shoal.checkpoint.stored import Pieces, Stored, parse_tensors
 from shoal.errors import UserError
+from shoal.parallel.shards import local_part
 from shoal.types import TrainState
-
-T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 ROOMS = ("model", "optimizer", "strategy")
+ALL = Peers()
 
 
 @dataclass(frozen=True)
@@ -104,31 +102,51 @@ def write_checkpoint(folder: Path, state: TrainState, trainer: dict[str, Any], a
     A plain tensor is the same on every rank that has it; of a DTensor each rank writes what it holds. If it fails
     anywhere, it raises OSError on every rank; WrongLayout if what the ranks hold does not make up the tensors.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    beside = folder.with_name(f".{folder.name}.part")
-    if rank == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-    try:
-        held = _agree(lambda: _start(beside, state, rank))
-        hand = _scatter(_deal(_gather(held)))
-        part = _agree(lambda: _write_part(beside, state, held, hand, rank, ranks))
-        parts = _gather(part)
-        _agree(lambda: _publish(beside, folder, parts, trainer, about) if rank == 0 else None)
-    finally:
-        if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
+    publish(folder, deal_out(state), trainer, about)
 
 
-class _Held(NamedTuple):
-    """What one rank holds of a tensor."""
+class Share(NamedTuple):
+    """What one rank holds of a tensor, and may have to write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    """Of the whole."""
     box: Box
+    tensor: Tensor
+    """Its own part."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+
+def deal_out(state: TrainState, peers: Peers = ALL) -> dict[str, Share]:
+    """What this rank is to write of a state, by room and name. Every rank calls it."""
+    held = peers.agree(lambda: shares_of(state))
+    told = {name: (share.box, share.box.numel * share.dtype.itemsize) for name, share in held.items()}
+    return {name: held[name] for name in peers.scatter(_deal(peers.gather(told)))}
+
+
+def shares_of(state: TrainState) -> dict[str, Share]:
+    """What this rank holds, by room and name; where it holds nothing of a tensor, that is left out."""
+    shares: dict[str, Share] = {}
+    for room, named in _rooms(state).items():
+        for name, tensor in named.items():
+            share = Share(tensor.dtype, tuple(tensor.shape), local_box(tensor), local_part(tensor))
+            if share.box.numel or 0 in share.shape:
+                shares[f"{room}/{name}"] = share
+    return shares
+
+
+def publish(
+    folder: Path, shares: dict[str, Share], trainer: dict[str, Any], about: dict[str, Any], peers: Peers = ALL
+) -> None:
+    """Writes what `deal_out` gave each rank, and makes it appear as `folder`. Every rank calls it."""
+    beside = folder.with_name(f".{folder.name}.part")
+    try:
+        peers.agree(lambda: _make_anew(beside) if peers.rank == 0 else None)
+        part = peers.agree(lambda: _write_part(beside, shares, peers))
+        parts = peers.gather(part)
+        peers.agree(lambda: _finish(beside, folder, parts, trainer, about) if peers.rank == 0 else None)
+    finally:
+        if peers.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -139,25 +157,23 @@ class _Part:
     tensors: dict[str, Any]
 
 
-def _start(beside: Path, state: TrainState, rank: int) -> dict[str, _Held]:
-    if rank == 0:
-        beside.mkdir(parents=True)
-    named = {f"{room}/{name}": tensor for room, tensors in _rooms(state).items() for name, tensor in tensors.items()}
-    held = {name: _Held(tensor.dtype, tuple(tensor.shape), local_box(tensor)) for name, tensor in named.items()}
-    return {name: part for name, part in held.items() if part.box.numel or 0 in part.shape}
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
-def _deal(everyone: list[dict[str, _Held]]) -> list[set[str]]:
-    """Which rank writes its part of which tensors. A part that several ranks hold is written by one of them.
+def _deal(everyone: list[dict[str, tuple[Box, int]]]) -> list[set[str]]:
+    """Which rank writes its part of which tensors, given the box and bytes that each has of each.
 
-    In each room the parts with one holder first, then the largest, each to its holder with the least so far.
+    A part that several ranks hold is written by one of them. In each room the parts with one holder first, then the
+    largest, each to its holder with the least so far.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     nbytes: dict[tuple[str, Box], int] = {}
     for rank, held in enumerate(everyone):
-        for name, part in held.items():
-            holders.setdefault((name, part.box), []).append(rank)
-            nbytes[name, part.box] = part.nbytes
+        for name, (box, size) in held.items():
+            holders.setdefault((name, box), []).append(rank)
+            nbytes[name, box] = size
     hands: list[set[str]] = [set() for _ in everyone]
     loads = {room: [0] * len(everyone) for room in ROOMS}
     for name, box in sorted(holders, key=lambda key: (len(holders[key]) > 1, -nbytes[key], key)):
@@ -168,37 +184,32 @@ def _deal(everyone: list[dict[str, _Held]]) -> list[set[str]]:
     return hands
 
 
-def _write_part(
-    beside: Path, state: TrainState, held: dict[str, _Held], hand: set[str], rank: int, ranks: int
-) -> _Part:
+def _write_part(beside: Path, shares: dict[str, Share], peers: Peers) -> _Part:
     part = _Part({}, {})
-    for room, named in _rooms(state).items():
-        own = {name: _local(tensor) for name, tensor in named.items() if f"{room}/{name}" in hand}
+    for room in ROOMS:
+        own = {name: share for name, share in shares.items() if name.startswith(f"{room}/")}
         if not own:
             continue
-        file = f"{room}.safetensors" if ranks == 1 else f"{room}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-        try:
-            save_file(own, beside / file)
-        except SafetensorError as error:  # a full disk, for one
-            raise OSError(f"{file}: {error}") from None
-        _flush(beside / file)
-        part.files[file] = {"bytes": (beside / file).stat().st_size, "header": header_digest(beside / file)}
-        for name, tensor in own.items():
-            dtype, shape, box = held[f"{room}/{name}"]
-            piece = {"file": file, "offset": [*box.offset], "shape": [*box.shape], "sha256": tensor_digest(tensor)}
+        number = f"-{peers.rank + 1:05d}-of-{peers.size:05d}" if peers.size > 1 else ""
+        file = f"{room}{number}.safetensors"
+        written = write_safetensors(
+            beside / file, {name.removeprefix(f"{room}/"): share.tensor for name, share in own.items()}
+        )
+        part.files[file] = {"bytes": written.nbytes, "header": written.header}
+        for name, (dtype, shape, box, _) in own.items():
+            digest = written.tensors[name.removeprefix(f"{room}/")]
+            piece = {"file": file, "offset": [*box.offset], "shape": [*box.shape], "sha256": digest}
             about = {"dtype": str(dtype).removeprefix("torch."), "shape": [*shape], "pieces": [piece]}
-            part.tensors[f"{room}/{name}"] = about
+            part.tensors[name] = about
     return part
 
 
-def _publish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, Any], about: dict[str, Any]) -> None:
+def _finish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, Any], about: dict[str, Any]) -> None:
     text = json.dumps(trainer, indent=1)
     (beside / TRAINER).write_text(text)
     files: dict[str, Any] = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     for part in parts:
         files |= part.files
-    for file in files:  # safetensors are written for their owner's eyes alone; a checkpoint is as open as other files
-        (beside / file).chmod((beside / TRAINER).stat().st_mode)
     versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
     manifest = {
         "format": FORMAT,
@@ -234,46 +245,6 @@ def _join(parts: list[_Part]) -> dict[str, Any]:
 def _rooms(state: TrainState) -> dict[str, dict[str, Tensor]]:
     slots = {f"{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
     return {"model": state.model, "optimizer": slots, "strategy": state.strategy}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).to("cpu").contiguous()
-
-
-def _agree(task: Callable[[], T]) -> T:
-    """Does `task` on every rank, or raises the first rank's error on every rank."""
-    error: Exception | None = None
-    try:
-        result = task()
-    except (OSError, WrongLayout) as caught:
-        error = caught
-    errors: list[Exception | None] = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    for error in errors:
-        if error:
-            raise error
-    return result
-
-
-def _gather(value: T) -> list[T]:
-    """All ranks' values on rank 0, which alone has to hold them; nothing on the others."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values)
-    return values or []
-
-
-def _scatter(values: list[T]) -> T:
-    """To every rank its own of rank 0's."""
-    if not dist.is_initialized():
-        return values[0]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, values if dist.get_rank() == 0 else None)
-    return received[0]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

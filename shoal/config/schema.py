@@ -229,6 +229,10 @@ class FSDPConfig(Section):
                 "limit_all_gathers = false, but torch's fully_shard frees a unit before it gathers the one after the "
                 "next and cannot do otherwise; use true or leave it out"
             )
+        if self.reduce_every_micro_batch and self.sharding_strategy == "NO_SHARD":
+            raise ValueError(
+                "reduce_every_micro_batch saves nothing with NO_SHARD, where all gradients stay; leave it out"
+            )
         if self.wrap_classes is not None and self.auto_wrap_policy is not None:
             raise ValueError(
                 f"auto_wrap_policy = {self.auto_wrap_policy} and wrap_classes = {self.wrap_classes} both choose the "
@@ -259,8 +263,11 @@ class DistributedConfig(Section):
     """The options of torch's fully_shard, by the names that FSDP gave them."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What processes talk through: NCCL between GPUs and gloo elsewhere. Ranks that share a GPU need `gloo`."""
-    timeout: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds until a collective that does not complete ends the run."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that ranks wait for one that does not arrive, or does not move; then the run says who, and starts again.
+    Longer than the slowest evaluation sample, save or compilation of any one rank."""
+    init_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    """The same until all ranks have taken their first step: models are loaded and compiled."""
     desync_steps: Positive | None = 100
     """Every so many steps, compare replicas and the samples they took over ranks; `null` for never."""
 
@@ -282,13 +289,40 @@ class LaunchConfig(Section):
 class CheckpointConfig(Section):
     every: Positive | None = 100
     """Save every so many steps; always at the end. `null`: only at the end."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Save also when the last save was so many minutes ago."""
     keep_last: Positive = 3
-    """How many checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """How many of the best to keep besides; an evaluation that gets among them is saved at once."""
+    metric: str = "eval/loss"
+    """What `keep_best` goes by."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of it is better."""
+    keep_every: Positive | None = None
+    """Steps that are multiples of this are saved and stay for good."""
+    load_best_model_at_end: bool = False
+    """When the run has ended, put the best checkpoint's weights into the model; the last checkpoint stays the last
+    step's."""
+    async_save: bool | None = None
+    """Write while training goes on, from a copy of the state in the host's memory. Unless given: on where the device is
+    a GPU."""
     resume: str = "auto"
     """`auto` goes on from the last good checkpoint in the run folder, `never` starts anew in an empty one,
     a path starts from that checkpoint."""
+    init_from: str | None = None
+    """A run that begins takes its weights from here, and nothing else: a checkpoint of any layout, a `.safetensors`
+    file, a folder that transformers saved, or a state dict of torch."""
     allow_changed: list[str] = []
     """Keys that may differ from the checkpoint's on resume, such as `dataset.files`."""
+
+    @model_validator(mode="after")
+    def _knows_the_best(self) -> CheckpointConfig:
+        if self.load_best_model_at_end and not self.keep_best:
+            raise ValueError(
+                "load_best_model_at_end = true, but keep_best = 0 keeps no best; set keep_best to 1 or more"
+            )
+        return self
 
 
 class WandbConfig(Section):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Event, Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +21,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run, derive_batches
 from shoal.errors import UserError
-from shoal.launch.worker import ENDING, LAUNCHER, LOST_PEERS, log_path
-from shoal.parallel.world import World, find_board, keep_board
+from shoal.launch.worker import ENDING, LAUNCHER, log_path
+from shoal.parallel.watchdog import kill_here
+from shoal.parallel.world import HUNG, LOST_PEERS, World, find_board, keep_board
 
-STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
 """Exit codes of a worker that was asked to stop, saved and left: nothing to repair."""
 
 
@@ -56,9 +60,12 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
     launch = run.config.launch
     attempt = int(node.board.compare_set("attempt", "", "0"))  # of all machines: one that comes late joins in
     while True:
+        # Schedulers warn by SIGUSR1. torch passes SIGTERM on to the workers, and it means the same to them.
+        signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM):  # while torch waits for other machines, it sees no handler
             signal.signal(number, signal.SIG_DFL)
-        with tempfile.TemporaryDirectory(prefix="shoal-") as scratch:
+        hung = HUNG.format(f"attempt {attempt}, start 0")
+        with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _ending_silent_workers(node, launch.nodes, hung):
             try:
                 elastic_launch(_launch_config(run, node, attempt, scratch), sys.executable)("-m", "shoal", *arguments)
                 return 0
@@ -71,8 +78,11 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
             return min(stopped)
         if node.board.check([ENDING]):  # an error that would only come again; the worker has told it
             return int(node.board.get(ENDING))
-        rank = min(exit_codes, key=lambda rank: _distance_from_cause(exit_codes[rank]))
-        what = f"rank {rank} {_how_it_ended(exit_codes[rank], run, rank)}"
+        if node.board.check([hung]):  # which the workers have told, and have ended each other for
+            what = f"{json.loads(node.board.get(hung))['who']} hung"
+        else:
+            rank = min(exit_codes, key=lambda rank: _distance_from_cause(exit_codes[rank]))
+            what = f"rank {rank} {_how_it_ended(exit_codes[rank], run, rank)}"
         if attempt >= launch.max_restarts:
             print(f"shoal: {what}; giving up after {launch.max_restarts} restarts", file=sys.stderr)
             return 1
@@ -80,6 +90,30 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
         attempt += 1
         again = f"starting again from the last checkpoint ({attempt} of {launch.max_restarts})"
         print(f"shoal: {what}; {again}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ending_silent_workers(node: Node, nodes: int, hung: str) -> Iterator[None]:
+    """Workers end those of their machine that hang and do not answer; where none answers, the launcher has to."""
+    ended = Event()
+
+    def watch() -> None:
+        with suppress(dist.DistError):
+            board = find_board(node.address, node.board.port)  # its own, for no two threads can share a connection
+            while not ended.wait(1):
+                if board.check([hung]):
+                    kill_here(json.loads(board.get(hung))["silent"])
+                    return
+
+    watcher = Thread(target=watch, name="shoal-silent-workers", daemon=True)
+    if nodes > 1:
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if nodes > 1:
+            watcher.join(10)
 
 
 @dataclass(frozen=True)
@@ -115,7 +149,7 @@ def _find_node(run: Run) -> Node:
         )
     if rank == "0":
         return Node(0, address, keep_board(address, int(port), loopback_only=False))
-    return Node(int(rank), address, find_board(address, int(port), run.config.distributed.timeout))
+    return Node(int(rank), address, find_board(address, int(port), run.config.distributed.init_timeout))
 
 
 def _launch_config(run: Run, node: Node, attempt: int, scratch: str) -> LaunchConfig:
@@ -126,7 +160,7 @@ def _launch_config(run: Run, node: Node, attempt: int, scratch: str) -> LaunchCo
         nproc_per_node=launch.procs_per_node,
         rdzv_backend="static",
         rdzv_endpoint=f"{node.address}:{node.board.port}",
-        rdzv_configs={"rank": node.rank, "timeout": int(run.config.distributed.timeout)},
+        rdzv_configs={"rank": node.rank, "timeout": int(run.config.distributed.init_timeout)},
         local_addr=node.address,
         run_id=f"attempt {attempt}",
         max_restarts=0,  # it would not say who died, nor know what is worth repeating

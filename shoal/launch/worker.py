@@ -17,13 +17,11 @@ import torch.distributed as dist
 from shoal.checkpoint import CheckpointManager
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.parallel.world import World, attempt, peers_are_lost
+from shoal.parallel import world as processes
+from shoal.parallel.world import LOST_PEERS, World, attempt, peers_are_lost
 
 LAUNCHER = "SHOAL_LAUNCHER"
 """The variable in which shoal's own launcher tells its process id."""
-
-LOST_PEERS = 75
-"""Exit code of a worker that failed only because another did."""
 
 ENDING = "ending"
 """On the board: the exit code of a run that would only fail again."""
@@ -44,7 +42,7 @@ def among_others(run: Run, world: World) -> Iterator[None]:
         os._exit(int(world.board.get(ENDING)))
     path, manager = log_path(run, world.rank), CheckpointManager(run.config.output_dir)
     saved_before = manager.steps()
-    terminal = os.dup(2)
+    processes.terminal = terminal = os.dup(2)
     try:
         with _log(path, run) as log:
             if world.rank > 0:

@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserError
-from shoal.types import ParallelPlan
-
-IGNORED = -100
-"""The label that counts for nothing, as in torch's cross-entropy."""
+from shoal.types import IGNORED, ParallelPlan
 
 Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Tensor, Tensor | None]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.errors import UserError
 from shoal.torch_private import TorchDispatchMode
 
-_CAST = torch.ops.aten._to_copy
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled", "aten::convolution")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,6 +45,8 @@ PRECISIONS = {
 
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
     """Refuses what the device cannot do."""
+    if precision not in PRECISIONS:
+        raise UserError(f"mixed_precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
     if "bf16" in precision and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"training.mixed_precision = {precision}, but {name} has no bf16 arithmetic; use fp32")
@@ -75,7 +77,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class HalfWitness(TorchDispatchMode):
-    """Sees whether half precision was computed in: an operation, other than a cast, that makes it."""
+    """Sees whether half precision was computed in: a matrix product that makes it."""
 
     def __init__(self, precision: str) -> None:
         super().__init__()
@@ -85,6 +87,6 @@ class HalfWitness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         first = output[0] if isinstance(output, list | tuple) and output else output
-        if isinstance(first, Tensor) and first.dtype == self._wanted and func.overloadpacket is not _CAST:
+        if isinstance(first, Tensor) and first.dtype == self._wanted and func._schema.name.startswith(_PRODUCTS):
             self.seen = True
         return output

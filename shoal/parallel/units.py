@@ -36,7 +36,13 @@ def choose_units(
                 "use size_based, wrap_classes, or leave it out to gather the whole model at once"
             )
         found = [name for name in (plan.embed, *plan.blocks, plan.head) if name]
-    return [name for name in found if _can_stand_alone(model, name)]
+    units = [name for name in found if _can_stand_alone(model, name)]
+    if found and not units and (classes is not None or policy):
+        raise UserError(
+            "distributed.fsdp: none of the modules that wrap_classes or auto_wrap_policy chose has parameters of its "
+            "own, so none can be a unit; leave it out to gather the whole model at once"
+        )
+    return units
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:

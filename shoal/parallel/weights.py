@@ -152,7 +152,7 @@ class _Draw:
         for module, key, target in self.places:
             local_part(target).copy_(part_like(self.whole[id(target)], target))
             module._parameters[key] = target
-            del self.targets[id(target)]
+            self.targets.pop(id(target), None)  # what is tied has several places
         self.places.clear()
         self.whole.clear()
 
@@ -242,11 +242,13 @@ class _InitRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.writes: dict[int, list[tuple[Any, ...]]] = {}
+        self._alive: list[Tensor] = []  # the memory of a freed tensor, and with it its key, would go to another one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:
             written = (str(func), *(arg for arg in args[1:] if isinstance(arg, int | float)))
             self.writes.setdefault(storage_key(args[0]), []).append(written)
+            self._alive.append(args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,15 @@ from shoal.errors import UserError
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
+LOST_PEERS = 75
+"""Exit code of a process that ended only because another died or hung."""
+
+HUNG = "hung in {}"
+"""On the board, for an attempt: `who` the others waited for in vain, and the processes that are `silent`, in JSON."""
+
+terminal = 2
+"""Where the user looks; a process whose output goes to a log keeps the way to it here."""
+
 
 @dataclass
 class World:
@@ -28,6 +37,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    least_timeout_seconds: float = 0.0
+    """Of torch's own timeouts, where a watchdog is to speak first."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
@@ -55,7 +66,7 @@ class World:
         """Makes the process group, unless somebody has."""
         if dist.is_initialized():
             return
-        if self.size == 1 and "MASTER_ADDR" not in os.environ:  # nobody to talk to, so nowhere to listen
+        if self.size == 1:  # nobody to talk to, so nowhere to listen
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1)
             return
@@ -68,7 +79,7 @@ class World:
             store=self.store,
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=max(timeout_seconds, self.least_timeout_seconds)),
             device_id=device if "nccl" in backend else None,
         )
 

@@ -11,10 +11,7 @@ from torch.utils.data import default_collate
 
 from shoal.errors import UserError
 from shoal.seeding import SampleRng
-from shoal.types import ParallelPlan, Weights
-
-IGNORED = -100
-"""The label that counts for nothing, as in torch's cross-entropy."""
+from shoal.types import IGNORED, ParallelPlan, Weights
 
 
 class Recipe:

@@ -41,6 +41,6 @@ class BDHRecipe(TextRecipe):
     def preview(self, model: nn.Module) -> str:
         """How the model goes on from the first words it was not trained on."""
         assert isinstance(model, BDH)
-        prompt = self.prompt().to(model.lm_head.device)
+        prompt = self.prompt(model)
         (tokens,) = model.generate(prompt, max_new_tokens=240, temperature=0.8, top_k=50).tolist()
         return self.tokenizer.decode(tokens)

@@ -178,7 +178,7 @@ class CausalLMRecipe(TextRecipe):
         Every rank has to call the model as often, so nothing ends a text early.
         """
         config: Any = model.config
-        prompt = self.prompt().to(next(model.parameters()).device)
+        prompt = self.prompt(model)
         room = (_max_positions(config.get_text_config()) or 1 << 30) - prompt.shape[1]
         length = min(PREVIEW_TOKENS, room)
         if length < 1:

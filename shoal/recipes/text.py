@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shoal.data import Tokenizer, TokenWindows, load_tokenizer, open_text, prepare_text
 from shoal.errors import UserError
@@ -41,7 +42,12 @@ class TextRecipe(Recipe):
     def eval_data(self) -> TokenWindows | None:
         return self.windows[1]
 
-    def prompt(self) -> Tensor:
-        """The first words the model was not trained on: (1, time)."""
+    def prompt(self, model: nn.Module) -> Tensor:
+        """The first words the model was not trained on: (1, time), where the model computes.
+
+        Under offload that is not where its parameters are, so a trainer says so by torch's default device.
+        """
         train, evaluation = self.windows
-        return (evaluation or train)[0]["input_ids"][None, :32]
+        device = torch.get_default_device()
+        device = next(model.parameters()).device if device.type == "cpu" else device
+        return (evaluation or train)[0]["input_ids"][None, :32].to(device)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from shoal.checkpoint.foreign import about_names
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.config.schema import CheckpointingConfig
@@ -37,7 +38,7 @@ from shoal.strategies.state import (
     restore_settings,
     restore_state,
 )
-from shoal.torch_private import uncompiled
+from shoal.torch_private import set_group_timeout, uncompiled
 from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 
@@ -119,6 +120,9 @@ class DistributedStrategy:
         if self.world.size > 1 or self.needs_mesh:
             self.world.join(self.device, self.backend, self._timeout_seconds)
             self.mesh = build_mesh(self.device.type, **self.mesh_sizes())
+            seconds = max(self._timeout_seconds, self.world.least_timeout_seconds)
+            for group in self.mesh.get_all_groups():
+                set_group_timeout(group, seconds)
 
     def teardown(self) -> None:
         self.world.leave()
@@ -148,6 +152,12 @@ class DistributedStrategy:
 
         The engine that computes it in this layout, such as DDP's wrapper, stays in here.
         """
+        self._transform(model, plan)
+        self.engine = self.place(model, plan, weights)
+        return model, build_optimizer(model)
+
+    def _transform(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """What is done to a model before it is spread, in the order in which it has to be."""
         if self.precision == "fp8":
             self.float8_layers = apply_float8(model, plan)
         self.chunked_head = None
@@ -156,13 +166,15 @@ class DistributedStrategy:
         self.checkpointed_modules = apply_activation_checkpointing(model, plan, self.activation_checkpointing)
         if self.compile:
             self.compiled_modules = apply_compile(model, plan)
-        self.engine = self.place(model, plan, weights)
-        return model, build_optimizer(model)
 
     def place(self, model: nn.Module, plan: ParallelPlan, weights: Weights) -> nn.Module:
         """The engine: the model spread as this layout has it, with its weights."""
         materialise(model, self.device, self.seed, weights)
-        return self.wrap_model(model)
+        return self.wrap(model, plan)
+
+    def wrap(self, model: nn.Module, plan: ParallelPlan) -> nn.Module:
+        """A model that has its weights, spread as this layout has it."""
+        return model.to(self.device)
 
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
@@ -239,6 +251,7 @@ class DistributedStrategy:
         return StepOutput(self.reduce(self._sum(losses, micro_batches)), self.reduce(count))
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        self.sync_buffers(model)
         own = self.loss_scale.state() if self.loss_scale else {}
         return collect_state(model, optimizer, own)
 
@@ -249,8 +262,14 @@ class DistributedStrategy:
     # The small verbs, for loops written by hand
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """The module to call in the forward; its parameters are those of `model`."""
-        return model.to(self.device)
+        """The module to call in the forward; its parameters are those of `model`. The optimizer is built after it."""
+        if self.loss_chunks > 1:
+            raise UserError(
+                "loss_chunks: wrap_model cannot chunk a loss that it does not see; use prepare, or a recipe"
+            )
+        plan = ParallelPlan.derive(model)
+        self._transform(model, plan)
+        return self.wrap(model, plan)
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward of one micro-batch; gradients are exchanged in the last one alone."""
@@ -286,9 +305,19 @@ class DistributedStrategy:
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return int(told)
 
+    def check_sync(self) -> None:
+        """Raises if ranks did not do the same in the last step, where a layout needs that; called now and then."""
+
     def barrier(self) -> None:
         if self.world.size > 1:
             dist.barrier()
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Makes buffers what rank 0 has: those that a forward changes, such as BatchNorm's, are each rank's own."""
+        if self.world.size > 1:
+            for buffer in model.buffers():
+                if buffer.is_contiguous():
+                    dist.broadcast(buffer, 0)
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same parameters as this one, if there are others."""
@@ -320,8 +349,9 @@ class DistributedStrategy:
         if self.highest(occupied):  # a save replaces what is there
             raise UserError(f"save_checkpoint: {path} exists and is no checkpoint; name another folder")
         layout = {"strategy": self.name, "world_size": self.world_size, "data_size": self.data_size}
-        about = {"layout": layout, "optimizer": optimizer_settings(optimizer)}
-        write_checkpoint(path, self.state(self.unwrap(model), optimizer), state, about)
+        plain = self.unwrap(model)
+        about = {"layout": layout, "optimizer": optimizer_settings(optimizer), **about_names(plain)}
+        write_checkpoint(path, self.state(plain, optimizer), state, about)
 
     def load_checkpoint(self, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Puts back weights, moments, learning rates and the like, saved on any layout; returns the `state` given then.
@@ -332,10 +362,10 @@ class DistributedStrategy:
         problem: Exception | None = None
         if not self.highest(path.is_dir()):
             raise UserError(f"load_checkpoint: there is no folder {path}")
+        here = self.state(plain, optimizer).model  # together, whether or not this rank can read
         try:
             checkpoint = open_checkpoint(path)
             settings = checkpoint.manifest.get("optimizer")  # a run of the trainer has its config instead
-            here = self.state(plain, optimizer).model
             shapes = {name: [*tensor.shape] for name, tensor in here.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
             check_same_optimizer(optimizer, settings, path)

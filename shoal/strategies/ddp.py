@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.errors import UserError
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.torch_private import uncompiled
-from shoal.types import MicroBatch, StepOutput
+from shoal.types import MicroBatch, ParallelPlan, StepOutput
 
 # The newer name since torch 2.13, where the old one warns.
 _NAMES = signature(DistributedDataParallel).parameters
@@ -56,8 +56,8 @@ class DDPStrategy(DistributedStrategy):
     def mesh_sizes(self) -> dict[str, int]:
         return {"dp_replicate": self.world.size}
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        model = super().wrap_model(model)
+    def wrap(self, model: nn.Module, plan: ParallelPlan) -> nn.Module:
+        model = super().wrap(model, plan)
         if self.mesh is None or not any(p.requires_grad for p in model.parameters()):
             return model
         options = dict(self.options)
@@ -66,9 +66,9 @@ class DDPStrategy(DistributedStrategy):
             options["bucket_cap_mb"] = max(25, round(gradient_mb / 20))
         return DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **options)
 
-    def prepare(self, *args: Any) -> Any:
+    def prepare(self, *args: Any, **options: Any) -> Any:
         self._warm = False
-        prepared = super().prepare(*args)
+        prepared = super().prepare(*args, **options)
         if isinstance(self.engine, DistributedDataParallel):
             self.engine.register_comm_hook(None, _sum_over_ranks)
         return prepared
@@ -115,7 +115,7 @@ class DDPStrategy(DistributedStrategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         batch = self.ready(micro, recipe)
         for _ in range(2 if self.options["static_graph"] else 1):
-            with self.autocast():
+            with self.autocast(), self.scoring(batch):
                 loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
             loss.backward(torch.zeros_like(loss))
         for name, buffer in model.named_buffers():

@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from shoal.config.schema import FSDPConfig
 from shoal.errors import UserError
 from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.mesh import fill_mesh
@@ -20,9 +24,9 @@ from shoal.parallel.precision import DTYPES, half_type
 from shoal.parallel.shards import drop_gradients, hold_shards, local_part, split_over, take_gradients, total_norm
 from shoal.parallel.units import choose_units
 from shoal.parallel.weights import DRAWN, materialise, move_buffers
-from shoal.strategies.base import DistributedStrategy
+from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.torch_private import uncompiled
-from shoal.types import ParallelPlan, TrainState, Weights
+from shoal.types import MicroBatch, ParallelPlan, StepOutput, TrainState, Weights
 
 CPU = torch.device("cpu")
 
@@ -52,6 +56,22 @@ class FSDPStrategy(DistributedStrategy):
         forward_prefetch: bool = False,
         **options: Any,
     ):
+        checked = {
+            "sharding_strategy": sharding_strategy,
+            "auto_wrap_policy": auto_wrap_policy,
+            "min_num_params": min_num_params,
+            "wrap_classes": None if wrap_classes is None else [*wrap_classes],
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "buffer_dtype": buffer_dtype,
+            "reduce_every_micro_batch": reduce_every_micro_batch,
+        }
+        try:
+            FSDPConfig(**checked)  # type: ignore[arg-type]
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = f"FSDPStrategy({first['loc'][0]}={first['input']!r}): " if first["loc"] else "FSDPStrategy: "
+            raise UserError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
         self.sharding_strategy, self._wanted_mesh = sharding_strategy, mesh
         super().__init__(**options)
         self._wrap = {"policy": auto_wrap_policy, "min_num_params": min_num_params, "classes": wrap_classes}
@@ -60,6 +80,8 @@ class FSDPStrategy(DistributedStrategy):
         self.reduce_dtype, self.buffer_dtype = reduce_dtype or "fp32", buffer_dtype
         self.cpu_offload = cpu_offload
         self.units: list[str] = []
+        self._moving_buffers: list[str] | None = None
+        self._used: int | None = None
         self._check_options()
         if cpu_offload and self.loss_scale:
             self.loss_scale = LossScale(CPU)
@@ -129,16 +151,21 @@ class FSDPStrategy(DistributedStrategy):
         self._cast_buffers(model)
         return model
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Shards the model where it is; build the optimizer after it. Gradients are averaged over ranks."""
-        self._shard(model, ParallelPlan.derive(model))
-        if not self.cpu_offload:
+    def wrap(self, model: nn.Module, plan: ParallelPlan) -> nn.Module:
+        self._shard(model, plan)
+        if self.cpu_offload:
+            move_buffers(model, self.device)
+        else:
             model.to(self.device)
         self._cast_buffers(model)
         return model
 
     def _shard(self, model: nn.Module, plan: ParallelPlan) -> None:
         self.units = choose_units(model, plan, **self._wrap)  # type: ignore[arg-type]
+        if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+            raise UserError(
+                f"parameter {scalars[0]} is a single number, which FSDP cannot shard; give it the shape [1]"
+            )
         if self.world.size == 1 and not self.cpu_offload and self.param_dtype == "fp32":
             return  # there is nothing to gather, and fully_shard would copy every parameter to do so
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
@@ -166,8 +193,8 @@ class FSDPStrategy(DistributedStrategy):
         return self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"]
 
     def _cast_buffers(self, model: nn.Module) -> None:
-        if self.buffer_dtype or self.cpu_offload:
-            move_buffers(model, self.device, DTYPES[self.buffer_dtype] if self.buffer_dtype else None)
+        if self.buffer_dtype:
+            move_buffers(model, self.device, DTYPES[self.buffer_dtype])
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         root = uncompiled(model)
@@ -176,14 +203,44 @@ class FSDPStrategy(DistributedStrategy):
             root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
         return nullcontext()
 
-    def prepare(self, *args: Any) -> tuple[nn.Module, Optimizer]:
-        model, optimizer = super().prepare(*args)
+    def prepare(self, *args: Any, **options: Any) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = super().prepare(*args, **options)
+        self._moving_buffers = self._used = None
         hold_shards(optimizer)
         return model, optimizer
 
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+    ) -> StepOutput:
+        """Buffers that a forward changes start every step as rank 0 has them, as under DDP."""
+        if self._moving_buffers is None:
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            output = super().forward_backward(model, micro_batches, recipe, step)
+            after = dict(model.named_buffers())
+            self._moving_buffers = [n for n, b in before.items() if n in after and not torch.equal(b, after[n])]
+            return output
+        for name in self._moving_buffers:
+            dist.broadcast(model.get_buffer(name), 0)
+        return super().forward_backward(model, micro_batches, recipe, step)
+
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         hold_shards(optimizer)  # one made by hand holds DTensors until now
-        return [p.grad for p in take_gradients(optimizer) if p.grad is not None]
+        parameters = take_gradients(optimizer)
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        pattern, first = crc32(bytes(p.grad is None for p in every)), self._used is None
+        self._used = pattern
+        if first:
+            self.check_sync()
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def check_sync(self) -> None:
+        """fully_shard adds up the gradients that are there by their place in a unit: all ranks must have the same."""
+        used = self._used or 0
+        if self.highest(used) != -self.highest(-used):
+            raise UserError(
+                "ranks used different parameters in the same step, and FSDP would add their gradients to each other; "
+                "let every rank use all of them, for instance by adding what is left out times 0"
+            )
 
     def norm(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
         parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -201,16 +258,22 @@ class FSDPStrategy(DistributedStrategy):
         return norm
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
-        hold_shards(optimizer)
+        _reshard(model)
         return super().state(model, optimizer)
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
-        hold_shards(optimizer)
+        _reshard(model)
         super().load_state(model, optimizer, state)
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(model: nn.Module) -> None:
+    """A forward that no backward followed leaves units gathered, and their parameters are then not the shards."""
+    for unit in _fsdp_modules(model):
+        unit.reshard()
 
 
 def _free_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:

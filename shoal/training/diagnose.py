@@ -26,12 +26,13 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
     try:
         with torch.compiler.set_stance("force_eager"):
             batch = strategy.ready(micro, recipe)
-            with strategy.autocast():
+            with strategy.autocast(), strategy.scoring(batch):
                 loss = recipe.loss(model(**recipe.inputs(batch)), batch)
-            if not found and not loss.isfinite():
-                return "the loss, though the model's output is finite"
-            if not found:
+            bad_loss = not found and not loss.isfinite()
+            if not strategy.highest(bool(found) or bad_loss):  # a backward that some ranks go through alone may hang
                 loss.backward()
+            if bad_loss:
+                return "the loss, though the model's output is finite"
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         return (
             found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import shoal
+from shoal.checkpoint.manager import num_bytes
 from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
 from shoal.errors import UserError
@@ -87,7 +88,10 @@ class Report:
         built = f"as built; this process held the whole model once; {t.weights.reason}".rstrip("; ")
         read = f"read from {len(t.weights.files)} files; {t.weights.reason}".rstrip("; ")
         weights = {"init": "drawn by name", "files": read, "built": built}[t.weights.kind]
-        yield "weights", weights, ("experiment.seed",)
+        if t.progress.weights_from:
+            yield "weights", f"from {t.progress.weights_from}", ("checkpoint.init_from",)
+        else:
+            yield "weights", weights, ("experiment.seed",)
         yield "data", f"{t.epoch_size:,} samples an epoch" if t.epoch_size else "a stream", ("dataset.name",)
         first, *later = t.batches.phases
         times = accumulation(first, t.strategy.data_size)
@@ -113,11 +117,25 @@ class Report:
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
         saving = f"every {config.checkpoint.every} steps and" if config.checkpoint.every else "only"
-        yield "checkpoints", f"{saving} at the end, the last {config.checkpoint.keep_last} kept", ("checkpoint.every",)
+        c = config.checkpoint
+        saving += f" at the end, the last {c.keep_last} kept"
+        saving += f", the best {c.keep_best} by {c.metric} ({c.mode})" if c.keep_best else ""
+        saving += f", every {c.keep_every}th for good" if c.keep_every else ""
+        saving += f", after {c.every_minutes:g} minutes" if c.every_minutes else ""
+        if t.manager.background:
+            staged = num_bytes(t.strategy.state(t.model, t.optimizer)) / t.strategy.world_size / 2**30
+            saving += f", written in the background from {staged:.2f} GiB of host memory"
+        yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
         yield "start", t.progress.started_from, ("checkpoint.resume",)
         idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
         if idle and not config.dataset.num_workers:
             yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)
+        unasked = [key for key in ("checkpoint.metric", "checkpoint.mode") if key in t.run.sources]
+        if unasked and not c.keep_best:
+            yield "not in force", f"{', '.join(unasked)}: checkpoint.keep_best is 0", tuple(unasked)
+        if config.checkpoint.init_from and not t.progress.weights_from:
+            why = "the run goes on with its own weights"
+            yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
         for section in ("ddp", "fsdp", "mesh"):
             keys = tuple(key for key in t.run.sources if key.startswith(f"distributed.{section}."))
             if keys and t.strategy.name != ("fsdp" if section == "mesh" else section):

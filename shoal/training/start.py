@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -13,14 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
-from shoal.checkpoint.manager import check_same_model, check_same_run, find_start
+from shoal.checkpoint.foreign import weights_for
+from shoal.checkpoint.lease import Lease
+from shoal.checkpoint.manager import check_same_model, check_same_run, find_start, num_bytes
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.parallel.world import World
 from shoal.strategies import DistributedStrategy
-from shoal.types import BatchPhase
+from shoal.strategies.state import sharded_parameter
+from shoal.types import BatchPhase, TrainState
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,10 @@ class Progress:
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    evaluated: bool = False
+    """Whether the checkpoint's step was evaluated before it was saved."""
     started_from: str = "scratch"
+    weights_from: str | None = None
 
 
 def check_world(run: Run, world: World) -> None:
@@ -47,16 +54,23 @@ def check_world(run: Run, world: World) -> None:
         raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; leave the key out or make them agree")
 
 
-def open_run_folder(run: Run, strategy: DistributedStrategy) -> None:
-    """Makes the run folder and writes the resolved config into it."""
+@contextmanager
+def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[Lease]:
+    """Makes the run folder, holds it against other runs, and writes the resolved config into it."""
     folder = Path(run.config.output_dir)
     phases = derive_batches(run.config.training, strategy.data_size)
+    lease = Lease(folder)
     try:
-        (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
-        if strategy.is_main_process:
-            (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
-    except OSError as error:
-        raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
+        try:
+            (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
+            if strategy.is_main_process:
+                lease.take()
+                (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
+        except OSError as error:
+            raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
+        yield lease
+    finally:
+        lease.release()
 
 
 def restore(
@@ -87,17 +101,66 @@ def restore(
             damage = str(error)
         if strategy.highest(bool(damage)):  # one that a single rank cannot read is read by none
             damages.append(damage or f"{folder}: another rank cannot read it")
+            manager.pass_over(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
         strategy.load_state(model, optimizer, state)
-        return Progress(batches=batches, started_from=str(folder), **checkpoint.trainer)
+        counts = {key: checkpoint.trainer[key] for key in ("step", "samples", "skipped_steps")}
+        evaluated = "metrics" in checkpoint.trainer
+        return Progress(batches=batches, started_from=str(folder), evaluated=evaluated, **counts)
     if damages:  # starting anew would soon rotate away what might still be saved
         count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
         raise UserError(
             f"checkpoint.resume = {resume}: {count} in {folders[0].parent} cannot be used ({damages[0]}); "
             "move them away, or choose another experiment.output_dir or checkpoint.resume"
         )
-    return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)))
+    if path := run.config.checkpoint.init_from:
+        take_weights(path, strategy, model, optimizer)
+    return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
+
+
+def take_weights(path: str, strategy: DistributedStrategy, model: nn.Module, optimizer: Optimizer) -> None:
+    """Each rank its part of the weights there; the optimizer and the position begin anew."""
+    try:
+        strategy.load_state(model, optimizer, TrainState(weights_for(model, path), {}))
+    except DamagedCheckpoint as error:
+        raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
+
+
+def check_room(
+    manager: CheckpointManager, state: TrainState, optimizer: Optimizer, warn: Callable[[str], None]
+) -> None:
+    """Says before the run if its next checkpoint will not fit. An optimizer that has not stepped yet is estimated."""
+    needed_bytes = num_bytes(state)
+    if not state.optimizer:
+        slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        needed_bytes += slots * sum((whole := sharded_parameter(p)).numel() * whole.element_size() for p in parameters)
+    if lack := manager.lack_of_room(needed_bytes):
+        warn(f"{lack}; make room, or the run will not be saved")
+
+
+def load_best(
+    manager: CheckpointManager,
+    strategy: DistributedStrategy,
+    model: nn.Module,
+    optimizer: Optimizer,
+    warn: Callable[[str], None],
+) -> tuple[int, float] | None:
+    """Loads the best checkpoint that can be read; its step and value, or None if there is none."""
+    for step, value in manager.best():
+        damage = ""
+        try:
+            checkpoint = open_checkpoint(manager.path_of(step))
+            state = checkpoint.checked_for(strategy.state(model, optimizer).model)
+        except DamagedCheckpoint as error:
+            damage = str(error)
+        if strategy.highest(bool(damage)):
+            warn(f"the best checkpoint, of step {step}, is damaged and passed over: {damage or 'on another rank'}")
+            continue
+        strategy.load_state(model, optimizer, state)
+        return step, value
+    return None
 
 
 def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:

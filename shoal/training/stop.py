@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a handler only sets a flag; the loop saves and leaves."""
+"""Ctrl-C, SIGTERM and SIGUSR1: a handler only sets a flag; the loop saves and leaves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM while entered; a later one acts as if we were not here.
+    """Set by the first SIGINT, SIGTERM or SIGUSR1 while entered; a later one acts as if we were not here.
 
     One within a second is the same wish: launchers, terminals and the kernel pass on what others pass on too.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.signal = 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint.foreign import about_names
+from shoal.checkpoint.lease import Lease
 from shoal.config import Run
 from shoal.config.schema import ConsoleMode, ProfileConfig
 from shoal.data import BatchSchedule, Loader
@@ -25,6 +29,7 @@ from shoal.observe.loggers import Loggers, open_loggers
 from shoal.observe.memory import memory_gib
 from shoal.observe.profile import Profiler
 from shoal.parallel.desync import check_replicas, check_samples
+from shoal.parallel.watchdog import Watchdog
 from shoal.parallel.weights import build
 from shoal.seeding import mix
 from shoal.strategies import DistributedStrategy, from_config
@@ -33,12 +38,15 @@ from shoal.training.meter import Meter, flops_per_sample
 from shoal.training.optimizer import build_optimizer, set_learning_rate
 from shoal.training.report import Report
 from shoal.training.schedule import Schedule, build_schedule
-from shoal.training.start import Progress, check_world, open_run_folder, restore
+from shoal.training.start import Progress, check_room, check_world, load_best, open_run_folder, restore
 from shoal.training.stop import StopFlag
 from shoal.types import MicroBatch, Weights
 
 FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
 """Metrics that would only make the console's line longer."""
+
+EVALUATED = ("eval/loss",)
+"""The metrics that an evaluation gives, by which a checkpoint may be the best."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +61,27 @@ class Outcome:
     preview: str | None
     stopped_by: int
     """The number of the signal that ended it early, or 0."""
+    model: nn.Module = field(repr=False)
+    """As the last step left it, or with the best step's weights if `load_best_model_at_end` asked for them."""
+    best_step: int | None = None
+    """With `keep_best`: which of the steps that were saved was evaluated best."""
 
 
 def train(run: Run) -> Outcome:
     """Trains a run to its end, going on from its last good checkpoint."""
     strategy = from_config(run.config)
     check_world(run, strategy.world)
-    open_run_folder(run, strategy)
-    recipe = run.recipe_type(run.recipe_config)
-    strategy.world.once_per_node(recipe.prepare_data)
-    with strategy, StopFlag() as stop, ExitStack() as resources:
-        return Trainer(run, strategy, recipe, stop, resources).fit()
+    with open_run_folder(run, strategy) as lease:
+        recipe = run.recipe_type(run.recipe_config)
+        strategy.world.once_per_node(recipe.prepare_data)
+        with open_watchdog(run, strategy) as watchdog, strategy, StopFlag() as stop, ExitStack() as resources:
+            return Trainer(run, strategy, recipe, stop, resources, watchdog, lease).fit()
+
+
+def open_watchdog(run: Run, strategy: DistributedStrategy) -> Watchdog:
+    distributed = run.config.distributed
+    log = Path(run.config.output_dir) / "logs" / f"rank_{strategy.rank}.log" if strategy.world_size > 1 else None
+    return Watchdog(strategy.world, distributed.timeout, distributed.init_timeout, log)
 
 
 class Trainer:
@@ -88,23 +106,44 @@ class Trainer:
     step: int
     first_step: int
     total_steps: int
-    saved_step: int
+    save_soon: bool = False
+    """The evaluation was among the best, or the last save is too many minutes ago."""
     evaluated_step: int | None = None
+    evaluation: dict[str, float]
+    """What `evaluated_step` was worth."""
     flops_per_sample: float | None = None
     preview: str | None = None
     stopped_by: int = 0
 
-    def __init__(self, run: Run, strategy: DistributedStrategy, recipe: Any, stop: StopFlag, resources: ExitStack):
+    def __init__(
+        self,
+        run: Run,
+        strategy: DistributedStrategy,
+        recipe: Any,
+        stop: StopFlag,
+        resources: ExitStack,
+        watchdog: Watchdog,
+        lease: Lease,
+    ):
         self.run, self.config, self.strategy, self.recipe, self.stop = run, run.config, strategy, recipe, stop
+        self.watchdog, self.lease = watchdog, lease
         self.output_dir = Path(self.config.output_dir)
+        watchdog.at("opening the data", 0)
         self._open_data()
+        watchdog.at("building the model", 0)
         self._build_model()
+        watchdog.at("restoring", 0)
         self._restore()
+        watchdog.at("opening loaders and loggers", self.step)
         self._open_loaders(resources)
         self._open_observers(resources)
 
     def fit(self) -> Outcome:
-        training, every = self.config.training, self.config.logging.every
+        training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
+        at_the_end = self.step >= self.total_steps
+        if self.first_step and not self.progress.evaluated and (self.due(training.eval_steps) or at_the_end):
+            self.evaluate()  # a signal came before the run that saved this step could do so
+        self.watchdog.at("waiting for data", self.step + 1)
         with collector_paused():
             for micro_batches in islice(self.loader, max(0, self.total_steps - self.step)):
                 if self.step == self.first_step:
@@ -115,17 +154,21 @@ class Trainer:
                     self.log(micro_batches)
                 if self.due(training.eval_steps):
                     self.evaluate()
-                if self.due(self.config.checkpoint.every):
-                    self.save()
+                if (self.save_soon or self.due(saving.every, saving.keep_every)) and self.step != self.total_steps:
+                    self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self.due(self.config.distributed.desync_steps):
                     self.check_sync(micro_batches)
                 if self.due(training.gc_steps):
                     gc.collect(1)
                 if self.stopping():
                     break
-        return self.finish()
+                self.watchdog.at("waiting for data", self.step + 1)
+        outcome = self.finish()
+        self.watchdog.at("leaving", self.step)
+        return outcome
 
     def take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.watchdog.at("forward, backward and update", self.step + 1)
         self.profiler.step(self.step + 1)
         set_learning_rate(self.optimizer, self.schedule(self.step))
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, self.step)
@@ -145,24 +188,39 @@ class Trainer:
         if self.strategy.is_main_process:
             (self.output_dir / "report.txt").write_text(f"{report}\n")
         self.console.line(str(report))
+        self.watchdog.started = True
 
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop, which all of them then do after the same step."""
-        self.stopped_by = self.strategy.highest(self.stop.signal)  # the flag is this rank's own, set at any moment
+        """Whether any rank was asked to stop, which all of them then do after the same step.
+
+        The flag is this rank's own, set at any moment, and so is its clock. One number tells both: who stops saves too.
+        """
+        self.watchdog.at("agreeing whether to stop", self.step)
+        minutes = self.config.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+        agreed = self.strategy.highest(2 * self.stop.signal + late)
+        self.stopped_by = agreed // 2
+        self.save_soon |= agreed % 2 == 1
         return self.stopped_by > 0
 
     def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""
+        self.watchdog.at("comparing replicas", self.step)
         if group := self.strategy.replicas():
             check_replicas(dict(self.model.named_parameters()), group)
+        self.strategy.check_sync()
         if self.strategy.data_size > 1:
             check_samples(micro_batches, self.loader.last_step())
 
-    def due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
+    def due(self, *intervals: int | None) -> bool:
+        for every in intervals:  # noqa: SIM110  a generator is a call for each
+            if every is not None and self.step % every == 0:
+                return True
+        return False
 
     def log(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The one place where a step waits for the device."""
+        self.watchdog.at("reading metrics", self.step)
         metrics = self.meter.read(self.loader, self.flops_per_sample)
         metrics["train/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
@@ -171,7 +229,9 @@ class Trainer:
         self._publish(metrics)
         if self.meter.skipped_in_a_row >= self.config.training.max_skipped_steps:
             culprit = first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
-            saved = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "nothing is saved"
+            self.settle()
+            last = self.manager.saved_step
+            saved = f"the last checkpoint is of step {last}" if last else "nothing is saved"
             raise UserError(
                 f"the last {self.meter.skipped_in_a_row} updates were skipped because their gradient was not finite "
                 f"(training.max_skipped_steps = {self.config.training.max_skipped_steps}); the first bad value is "
@@ -181,55 +241,102 @@ class Trainer:
     def evaluate(self) -> None:
         if self.eval_loader is None:
             return
+        self.watchdog.at("evaluation", self.step)
         self.model.eval()
+        self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         total = count = torch.zeros((), device=self.strategy.device)
         for micro_batches in self.eval_loader:
             output = self.strategy.evaluate(self.model, micro_batches, self.recipe)
             total, count = total + output.total, count + output.count
             if self.stopping():
                 break
+            self.watchdog.at("evaluation", self.step)
         else:
-            self._publish({"eval/loss": (total / count).item()})
+            self.evaluation = dict(zip(EVALUATED, ((total / count).item(),), strict=True))
+            self._publish(self.evaluation)
             torch.manual_seed(mix(self.config.experiment.seed, "preview", self.step))
             # Eagerly: generating goes through many shapes once each, and compiling for them costs more.
-            with torch.no_grad(), self.strategy.autocast(), torch.compiler.set_stance("force_eager"):
+            eagerly = torch.compiler.set_stance("force_eager")
+            with torch.no_grad(), self.strategy.autocast(), eagerly, self.strategy.device:
                 self.preview = self.recipe.preview(self.model)
             if self.preview is not None:
                 self.loggers.text(self.step, "preview", self.preview)
             self.evaluated_step = self.step
+            self.save_soon |= self.manager.gets_into_best(self.step, self.evaluation)
         self.model.train()
         self.meter.restart_clock(self.loader)
 
     def save(self) -> None:
+        """In the background it returns when the state is copied aside; `settle` hears how it went."""
+        self.settle()
+        self.watchdog.at("saving", self.step)
         layout = {
             "strategy": self.strategy.name,
             "world_size": self.strategy.world_size,
             "data_size": self.strategy.data_size,
         }
-        progress = {"step": self.step, "samples": self.loader.position, "skipped_steps": self.meter.skipped_steps()}
+        progress: dict[str, Any] = {"step": self.step, "samples": self.loader.position}
+        progress["skipped_steps"] = self.meter.skipped_steps()
+        if self.evaluated_step == self.step:
+            progress["metrics"] = {name: value for name, value in self.evaluation.items() if isfinite(value)}
         batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
-        about = {"layout": layout, "batches": batches, "config": self.run.tree()}
+        about = {"layout": layout, "batches": batches, "config": self.run.tree(), **about_names(self.model)}
         try:
             self.manager.save(self.strategy.state(self.model, self.optimizer), progress, about)
-            self.saved_step = self.step
         except OSError as error:
-            self.console.line(
-                f"warning: step {self.step} could not be saved: {error}; the last checkpoint is {self.saved_step}"
-            )
+            self._warn_of_save(error)
+        self.saved_at, self.save_soon = time.monotonic(), False
         self.meter.restart_clock(self.loader)
+
+    def settle(self) -> None:
+        """Waits until nothing is being written."""
+        self.watchdog.at("waiting for the disk", self.step)
+        try:
+            self.manager.wait()
+        except OSError as error:
+            self._warn_of_save(error)
+
+    def _warn_of_save(self, error: OSError) -> None:
+        failed, good = self.manager.saving_step, self.manager.saved_step
+        self.console.line(f"warning: step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def finish(self) -> Outcome:
         if not self.stopped_by and self.step not in (self.first_step, self.evaluated_step):
             self.evaluate()
-        if self.saved_step != self.step:
+        self.settle()
+        if self.manager.saved_step != self.step or self.save_soon:  # one may be saved without its value when data ends
             self.save()
-        if self.saved_step != self.step:
+        self.settle()
+        if self.manager.saved_step != self.step:
             raise UserError(
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
         return Outcome(
-            self.output_dir, self.first_step, self.step, self.total_steps, self.metrics, self.preview, self.stopped_by
+            self.output_dir,
+            self.first_step,
+            self.step,
+            self.total_steps,
+            self.metrics,
+            self.preview,
+            self.stopped_by,
+            self.model,
+            self.find_best() if self.config.checkpoint.keep_best else None,
         )
+
+    def find_best(self) -> int | None:
+        """Says which step was best, and loads it if asked to."""
+        config = self.config.checkpoint
+        best = next(iter(self.manager.best()), None)
+        loading = config.load_best_model_at_end and not self.stopped_by
+        if loading and best and best[0] != self.step:
+            warn = lambda warning: self.console.line(f"warning: {warning}")  # noqa: E731
+            best = load_best(self.manager, self.strategy, self.model, self.optimizer, warn)
+        if best is None:
+            return None
+        step, value = best
+        loaded = "; its weights are in the model" if loading else ""
+        self.console.line(f"best: step {step}, {config.metric} {value:.6g}, {self.manager.path_of(step)}{loaded}")
+        return step
 
     def _publish(self, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
@@ -246,6 +353,14 @@ class Trainer:
             )
         if training.eval_steps and self.eval_data is None:
             raise UserError(f"training.eval_steps = {training.eval_steps}, but the recipe has no evaluation data")
+        keep_best, metric = self.config.checkpoint.keep_best, self.config.checkpoint.metric
+        if keep_best and self.eval_data is None:
+            raise UserError(
+                f"checkpoint.keep_best = {keep_best}, but the recipe has no evaluation data to tell the best by; "
+                "set it to 0 or give the recipe eval_data"
+            )
+        if keep_best and metric not in EVALUATED:
+            raise UserError(f"checkpoint.metric = {metric!r}, but an evaluation gives {', '.join(EVALUATED)}; use that")
 
     def _build_model(self) -> None:
         model, self.weights = build(self.recipe.build_model, self.recipe.weights(), self.config.experiment.seed)
@@ -259,12 +374,28 @@ class Trainer:
 
     def _restore(self) -> None:
         self.warnings: list[str] = []
-        keep, is_main = self.config.checkpoint.keep_last, self.strategy.is_main_process
-        self.manager = CheckpointManager(self.output_dir, keep, is_main)
-        warn = self.warnings.append
+        config, warn = self.config.checkpoint, self.warnings.append
+        self.manager = CheckpointManager(
+            self.output_dir,
+            config.keep_last,
+            keep_best=config.keep_best,
+            metric=config.metric,
+            mode=config.mode,
+            keep_every=config.keep_every,
+            is_main_process=self.strategy.is_main_process,
+            may_write=self.lease.check,
+            background=self.strategy.device.type == "cuda" if config.async_save is None else config.async_save,
+        )
+        self.manager.clean()
         self.progress = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, warn)
+        check_room(self.manager, self.strategy.state(self.model, self.optimizer), self.optimizer, warn)
+        if config.keep_best and not self.config.training.eval_steps:
+            warn(
+                f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"
+            )
+        self.saved_at = time.monotonic()
         self.batches = self.progress.batches
-        self.step = self.first_step = self.saved_step = self.progress.step
+        self.step = self.first_step = self.manager.saved_step = self.progress.step
 
     def _open_loaders(self, resources: ExitStack) -> None:
         training, samples = self.config.training, self.progress.samples

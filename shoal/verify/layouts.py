@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
 from shoal.config import Run, check_run, derive_batches
-from shoal.config.schema import TrainingConfig
+from shoal.config.schema import FSDPConfig, TrainingConfig
 from shoal.config.yaml import Tree
 from shoal.verify.compare import Promise, Range
 
@@ -23,8 +23,9 @@ class Case:
     micro_batches: int
     shapes: Mapping[str, tuple[int, ...]]
     """Of the parameters."""
-    reduces: int = 1
-    """How often a step sums its gradients."""
+    trained: Collection[str]
+    """Those of them that have gradients."""
+    fsdp: FSDPConfig
 
     @property
     def share(self) -> float:
@@ -41,17 +42,32 @@ class Case:
 
     def held(self, shards: int) -> float:
         """The share of all parameters on the rank with most, each cut along its first dimension."""
-        sizes = {name: prod(shape) for name, shape in self.shapes.items()}
-        largest = sum(size * ceil(self.shapes[name][0] / shards) / self.shapes[name][0] for name, size in sizes.items())
-        return largest / sum(sizes.values())
+        return self._padded(self.shapes, shards) / shards / self._numel(self.shapes)
 
-    def padded(self, shards: int) -> float:
-        """What is sent of parameters that are filled up so that every shard is as large."""
-        return self.held(shards) * shards
+    def gathered(self, shards: int) -> float:
+        """What gathering all parameters sends, as a share of the bytes that are trained."""
+        return self._bytes(self.fsdp.param_dtype) * self._padded(self.shapes, shards) / self._numel(self.trained)
 
-    @property
-    def gathered_bytes(self) -> float:
-        return 0.5 if self.training.mixed_precision == "pure_bf16" else 1.0
+    def scattered(self, shards: int) -> float:
+        """What summing all gradients sends, once or for every micro-batch."""
+        times = self.micro_batches if self.fsdp.reduce_every_micro_batch else 1
+        return times * self.reduced(shards)
+
+    def reduced(self, shards: int) -> float:
+        half = self._bytes(self.fsdp.reduce_dtype or "fp32")
+        return half * self._padded(self.trained, shards) / self._numel(self.trained)
+
+    def _bytes(self, dtype: str | None) -> float:
+        """Of fp32's."""
+        dtype = dtype or ("bf16" if self.training.mixed_precision == "pure_bf16" else "fp32")
+        return 1.0 if dtype == "fp32" else 0.5
+
+    def _numel(self, names: Collection[str]) -> int:
+        return sum(prod(self.shapes[name]) for name in names)
+
+    def _padded(self, names: Collection[str], shards: int) -> int:
+        """Elements, with each parameter's first dimension filled up so that every shard is as large."""
+        return sum(prod((ceil(self.shapes[name][0] / shards) * shards, *self.shapes[name][1:])) for name in names)
 
 
 @dataclass(frozen=True)
@@ -74,16 +90,22 @@ def _fsdp(sharding: str, **mesh: int) -> Callable[[int], dict[str, object]]:
 
 def _sharded(case: Case, shards: int, gathers: tuple[float, float]) -> Promise:
     """`gathers` is how often a micro-batch gathers the parameters, at least and at most."""
-    padded = case.padded(shards)
-    low, high = (case.gathered_bytes * case.micro_batches * times * padded for times in gathers)
-    collectives = {GATHER: Range(low, high), SCATTER: Range.exactly(case.reduces * padded)}
+    low, high = (case.micro_batches * times * case.gathered(shards) for times in gathers)
+    collectives = {GATHER: Range(low, high), SCATTER: Range.exactly(case.scattered(shards))}
     if shards < case.procs:
-        collectives[REDUCE] = Range.exactly(padded / shards)
+        collectives[REDUCE] = Range.exactly(case.reduced(shards) / shards)
     return Promise(case.held(shards), case.flops, collectives)
 
 
-def _no_pure_bf16(run: Run, procs: int) -> str | None:
-    return "it has no pure_bf16" if run.config.training.mixed_precision == "pure_bf16" else None
+def _gathers_in_half(run: Run) -> bool:
+    return (
+        run.config.training.mixed_precision == "pure_bf16"
+        or (run.config.distributed.fsdp.param_dtype or "fp32") != "fp32"
+    )
+
+
+def _no_half_weights(run: Run, procs: int) -> str | None:
+    return "it has no weights in half precision" if _gathers_in_half(run) else None
 
 
 LAYOUTS = {
@@ -95,7 +117,7 @@ LAYOUTS = {
             changes=lambda procs: {"strategy": "single"},
             promise=lambda case: Promise(1, case.flops, {}),
             several=False,
-            unfit=_no_pure_bf16,
+            unfit=_no_half_weights,
         ),
         Layout(
             "ddp",
@@ -104,7 +126,7 @@ LAYOUTS = {
             promise=lambda case: Promise(  # DDP keeps buffers equal by broadcasting them
                 1, case.flops, {REDUCE: Range.exactly(1)}, others=frozenset({"broadcast"})
             ),
-            unfit=_no_pure_bf16,
+            unfit=_no_half_weights,
         ),
         Layout(
             "fsdp",
@@ -122,7 +144,7 @@ LAYOUTS = {
             "fsdp_no_shard",
             "replicas by FSDP",
             changes=_fsdp("NO_SHARD"),
-            promise=lambda case: Promise(1, case.flops, {REDUCE: Range.exactly(1)}),
+            promise=lambda case: Promise(1, case.flops, {REDUCE: Range.exactly(case.reduced(1))}),
         ),
         Layout(
             "fsdp_hybrid",
@@ -140,7 +162,7 @@ LAYOUTS = {
 def reference_run(run: Run, procs: int) -> Run:
     """The same training on one device, the whole batch at once, nothing recomputed, chunked or compiled."""
     (phase, *_) = derive_batches(run.config.training, procs)
-    pure = run.config.training.mixed_precision == "pure_bf16"
+    pure = _gathers_in_half(run)
     plain = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
     batch = phase.global_batch_size
     return _changed(run, {"strategy": "fsdp" if pure else "single", "mesh": None}, batch, batch, plain)
@@ -155,12 +177,11 @@ def layout_run(run: Run, layout: Layout, procs: int) -> Run:
     return _changed(run, layout.changes(procs), phase.global_batch_size, batch_size, {})
 
 
-def layout_case(run: Run, procs: int, shapes: Mapping[str, tuple[int, ...]]) -> Case:
+def layout_case(run: Run, procs: int, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str]) -> Case:
     """`run` is what `layout_run` made."""
     (phase, *_) = derive_batches(run.config.training, procs)
     micro_batches = ceil(phase.global_batch_size / (phase.batch_size * procs))
-    every_time = run.config.distributed.fsdp.reduce_every_micro_batch
-    return Case(procs, run.config.training, micro_batches, shapes, micro_batches if every_time else 1)
+    return Case(procs, run.config.training, micro_batches, shapes, trained, run.config.distributed.fsdp)
 
 
 def _changed(

@@ -65,13 +65,12 @@ def prove(
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: a proof takes at least two of each")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
-    shapes = {name: tuple(gradient.shape) for name, gradient in reference.gradients.items()}
     verdicts = []
     for layout in (LAYOUTS[name] for name in layouts or LAYOUTS if not LAYOUTS[name].unfit(run, procs)):
         ranks = procs if layout.several else 1
         its_run = layout_run(run, layout, procs)
         traces = runner(its_run, ranks, steps, reference.sgd_weights)
-        promise = layout.promise(layout_case(its_run, ranks, shapes))
+        promise = layout.promise(layout_case(its_run, ranks, reference.shapes, reference.gradients.keys()))
         precision = run.config.training.mixed_precision
         checks = compare(reference, traces, promise, precision)
         verdicts.append(Verdict(layout.name, ranks, checks, reference.mixing))

@@ -43,6 +43,8 @@ class Trace:
     """From the reference's weights after the last step, on the batch after it."""
     sgd_weights: dict[str, Tensor] = field(default_factory=dict)
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of all parameters, frozen ones too."""
     parameter_bytes: int = 0
     flops: int = 0
     """Of the matrix products in one step."""
@@ -76,6 +78,7 @@ class _Tracer:
         self._prepare(SGD_TRAINING)
         trace = self.trace
         trace.start = self._weights()
+        trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = sum(local_part(p).nbytes for p in self.model.parameters())
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:

@@ -70,6 +70,7 @@ def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
     assert run.err == "shoal: rank 0 was killed by SIGKILL; giving up after 0 restarts\n"
 
 
+@pytest.mark.slow
 def test_torchruns_own_restart(slow_toy: ToyRun, pool2: Any) -> None:
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
     with Launched(slow_toy, *TORCHRUN, *options) as run:
@@ -93,7 +94,9 @@ STOPS = {
     [
         ("the launcher", signal.SIGTERM, 1),
         ("rank 1", signal.SIGTERM, 0),
-        ("the terminal", signal.SIGINT, 0),
+        pytest.param("rank 0", signal.SIGUSR1, 0, marks=pytest.mark.slow),
+        pytest.param("the launcher", signal.SIGUSR1, 0, marks=pytest.mark.slow),
+        pytest.param("the terminal", signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param("the launcher", signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param("rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("rank 1", signal.SIGINT, 1, marks=pytest.mark.slow),
@@ -105,6 +108,8 @@ def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: sig
     with Launched(slow_toy, TWO, *options) as run:
         run.until((slow_toy.output / "report.txt").exists)
         STOPS[whom](run, number)
+        if (whom, number) == ("the launcher", signal.SIGUSR1):
+            number = signal.SIGTERM  # as which it is passed on
         assert run.wait(30) == 128 + number, run.err
         assert run.nothing_left(8)  # torch's data loading workers look for their parent every five seconds
     assert run.err == ""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.parallel.weights import build, materialise
 from shoal.types import Weights
@@ -157,3 +161,49 @@ def test_init_code_we_would_lose_means_built_as_it_is(make: type[nn.Module], rea
         assert values.tolist() == [7.0] * 3
     again, _ = start(make)
     assert torch.equal(values, next(again.parameters()))
+
+
+class Tied(nn.Module):
+    """With a reset of its own, and a head whose first weight is thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.between, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def test_tied_weights_are_drawn_by_name_every_time() -> None:
+    """The memory of the weight that was thrown away goes to another parameter, which is not to inherit its past."""
+    for _ in range(20):
+        model, weights = build(Tied, Weights("init"), seed=0)
+        assert weights.kind == "init", weights.reason
+        materialise(model, torch.device("cpu"), seed=0)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.scale, torch.ones(4))
+
+
+def test_weights_from_files(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    stored = {name: torch.randn_like(tensor) for name, tensor in Tied().state_dict().items() if name != "head.weight"}
+    save_file({**stored, "rest": torch.zeros(2)}, tmp_path / "a.safetensors")
+    wanted = Weights("files", files=(tmp_path / "a.safetensors",))
+    model, weights = build(Tied, wanted, seed=0)
+    assert weights.reason == "1 tensors in them are not the model's: rest"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, torch.device("cpu"), 0, weights)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in stored.items())
+    for broken, words in (
+        ({**stored, "scale": torch.zeros(5)}, r"scale has shape \[5\], but the model's is \[4\]"),
+        ({name: t for name, t in stored.items() if name != "scale"}, "has no tensor 'scale'"),
+    ):
+        save_file(broken, tmp_path / "a.safetensors")
+        with pytest.raises(UserError, match=words):
+            build(Tied, wanted, seed=0)
+    (tmp_path / "a.safetensors").write_bytes(b"\x80\x04.")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        build(Tied, wanted, seed=0)

@@ -16,10 +16,12 @@ from verify.planted import Block, Ragged, Words
 from shoal.config.schema import FSDPConfig, TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
+from shoal.parallel.activation_checkpointing import num_recomputed
 from shoal.parallel.desync import Desync, check_replicas
 from shoal.parallel.weights import build
 from shoal.strategies import DistributedStrategy, FSDPStrategy, SingleStrategy
 from shoal.training.optimizer import build_optimizer
+from shoal.types import ParallelPlan
 
 
 class Narrow(Ragged):
@@ -271,3 +273,126 @@ def test_pure_bf16_needs_fsdp(strategy: str) -> None:
     kind = {"single": SingleStrategy, "ddp": DDPStrategy}[strategy]
     with pytest.raises(UserError, match=r"use distributed\.strategy: fsdp"):
         kind(device="cpu", mixed_precision="pure_bf16")
+
+
+class Experts(Ragged):
+    """Each rank uses another one of two like layers."""
+
+    def build_model(self) -> nn.Module:
+        return Either()
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(13, 16), nn.Linear(16, 13)
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.embed(input)
+        return self.head(self.two(x) if torch.distributed.get_rank() else self.one(x))
+
+
+def different_parameters() -> str:
+    try:
+        sharded({}, Experts(), 1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_use_different_parameters_are_refused(pool2: Pool) -> None:
+    """fully_shard would add the gradient of one to that of the other."""
+    for told in pool2.run(different_parameters, init=False):
+        assert "ranks used different parameters" in told
+
+
+def save_and_step_by_hand(folder: str | None) -> list[float]:
+    with FSDPStrategy(device="cpu") as strategy:
+        torch.manual_seed(0)
+        model = strategy.wrap_model(Ragged().build_model().eval())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for step in range(4):
+            loss = model(torch.arange(6).view(1, 6)).logsumexp(-1).mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if folder and step == 1:
+                model(torch.zeros(1, 6, dtype=torch.int64))  # with gradients, but no backward
+                strategy.save_checkpoint(folder, model, optimizer)
+                strategy.load_checkpoint(folder, model, optimizer)
+        return losses
+
+
+def test_saving_leaves_a_loop_by_hand_alone(pool2: Pool, tmp_path: Any) -> None:
+    """Which steps torch's own way, on DTensors."""
+    undisturbed = pool2.run(save_and_step_by_hand, None, init=False)
+    assert pool2.run(save_and_step_by_hand, str(tmp_path / "step"), init=False) == undisturbed
+    assert len(set(undisturbed[0])) == 4
+
+
+class Batched(Ragged):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(13, 16), nn.Flatten(), nn.BatchNorm1d(96), nn.Unflatten(1, (6, 16)), nn.Linear(16, 13)
+        )
+
+
+def running_mean() -> tuple[Any, Any]:
+    strategy, recipe = FSDPStrategy(device="cpu"), Batched()
+    with strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        model, optimizer = strategy.prepare(
+            model,
+            build_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            plan=ParallelPlan(),
+            weights=weights,
+        )
+        loader = Loader(
+            Words(), recipe.collate, BatchSchedule.constant(8, 4), seed=0, data_rank=strategy.data_rank, data_size=2
+        )
+        seen = []
+        model[2].register_forward_pre_hook(lambda module, inputs: seen.append(module.running_mean.clone()))
+        for step, micro_batches in zip(range(3), loader, strict=False):
+            strategy.forward_backward(model, micro_batches, recipe, step)
+            strategy.step(optimizer)
+        return seen[2].numpy(), model[2].running_mean.numpy().copy()
+
+
+def test_running_means_start_every_step_as_rank_0_has_them(pool2: Pool) -> None:
+    (first, after), (second, other) = pool2.run(running_mean, init=False)
+    assert np.array_equal(first, second)
+    assert not np.array_equal(after, other)  # they saw different samples since
+    assert np.abs(first).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sharding_strategy": "full_shard"}, "sharding_strategy='full_shard'"),
+        ({"auto_wrap_policy": "transformer"}, "auto_wrap_policy='transformer'"),
+        ({"param_dtype": "bfloat16"}, "param_dtype='bfloat16'"),
+        ({"mixed_precision": "half"}, "'half' is not one of fp32, bf16"),
+        ({"sharding_strategy": "NO_SHARD", "reduce_every_micro_batch": True}, "saves nothing with NO_SHARD"),
+        ({"loss_chunks": 2}, "cannot chunk a loss that it does not see"),
+    ],
+)
+def test_options_in_python_are_checked_too(options: dict[str, Any], words: str) -> None:
+    assert words in refusal(options)
+
+
+def test_a_parameter_that_is_a_number_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match="parameter scale is a single number"), FSDPStrategy(device="cpu") as strategy:
+        strategy.wrap_model(model)
+
+
+def test_wrap_model_does_what_the_options_say() -> None:
+    with FSDPStrategy(device="cpu", activation_checkpointing="full") as strategy:
+        model = strategy.wrap_model(nn.Sequential(Block(), Block()))
+        before = num_recomputed()
+        model(torch.randn(1, 16)).sum().backward()
+        assert num_recomputed() == before + 2

@@ -372,7 +372,8 @@ def test_a_checkpoint_of_the_trainer_opens_in_a_loop_by_hand(toy):
     model = strategy.wrap_model(recipe.build_model())
     optimizer = torch.optim.AdamW(recipe.param_groups(model), fused=True)
     path = toy.output / "checkpoints" / "step_00000010"
-    assert strategy.load_checkpoint(path, model, optimizer) == {"step": 10, "samples": 40, "skipped_steps": 0}
+    state = strategy.load_checkpoint(path, model, optimizer)
+    assert {"step": 10, "samples": 40, "skipped_steps": 0}.items() <= state.items()
     stored = load_file(path / "model.safetensors")
     torch.testing.assert_close(model.state_dict(), stored, rtol=0, atol=0, check_device=False)
     assert all(optimizer.state[p]["step"] == 10 for p in model.parameters())

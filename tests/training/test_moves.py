@@ -88,6 +88,20 @@ def test_a_layout_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, poo
     assert toy.metrics() == toy.metrics(output=toy.folder / "undisturbed")
 
 
+@pytest.mark.parametrize("layout", ["single", "ddp2", "hybrid4"])
+def test_saving_in_the_background_saves_the_same(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
+    """Every step, so that each save has the one before to wait for."""
+    pools, folders = {2: pool2, 4: pool4}, [toy.folder / "now", toy.folder / "meanwhile"]
+    for folder, background in zip(folders, ("false", "true"), strict=True):
+        keys = [f"checkpoint.async_save={background}", "checkpoint.every=1", f"experiment.output_dir={folder}"]
+        train_on(layout, toy, pools, *keys)
+    assert "in the background" in (folders[1] / "report.txt").read_text()
+    for step in (8, 9, 10):
+        now, meanwhile = (open_checkpoint(f / "checkpoints" / f"step_{step:08d}").read() for f in folders)
+        assert bits(now) == bits(meanwhile)
+    assert len(list((folders[1] / "checkpoints").iterdir())) == 3
+
+
 def read_and_write(config: Path, overrides: list[str], source: Path, target: Path) -> None:
     run = load_run(config, ["model.dropout=0.0", *overrides])
     strategy, recipe = from_config(run.config), run.recipe_type(run.recipe_config)

@@ -55,6 +55,16 @@ class Ragged(Recipe):
         return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
+class Frozen(Ragged):
+    """Most of it is not trained, as with adapters."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1].requires_grad_(False)
+        model[3].requires_grad_(False)
+        return model
+
+
 class Normed(Ragged):
     """With a module that mixes samples."""
 
@@ -76,7 +86,7 @@ class GatherEverything(DistributedStrategy):
         super().__init__(**options)
         self.data_rank = 0
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
         assert self.mesh is not None
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):

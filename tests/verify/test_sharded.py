@@ -60,10 +60,22 @@ def test_options_are_proved_too(pool2: Pool, tmp_path: Path) -> None:
     assert failed(verdict) == {}
 
 
+def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool) -> None:
+    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, [*SHARDINGS, "ddp"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.parametrize(("fsdp", "precision"), [({"reduce_dtype": "bf16"}, "bf16"), ({"param_dtype": "bf16"}, "bf16")])
+def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str) -> None:
+    run = ragged(distributed={"fsdp": fsdp}, global_batch_size=8, mixed_precision=precision)
+    for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
 def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
     with pytest.raises(UserError, match="--strategies fsdp_hybrid: 2 processes are not two replicas of several"):
         prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
-    with pytest.raises(UserError, match="--strategies ddp: it has no pure_bf16"):
+    with pytest.raises(UserError, match="--strategies ddp: it has no weights in half precision"):
         prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=on(pool2))
 
 

@@ -1,0 +1,56 @@
+"""How long a save keeps the next step waiting, beside torch.save of the same state.
+
+    python benchmarks/async_save.py [--gib 1.2] [--rounds 4] [--folder .]
+
+Both save the weights and AdamW moments of one model, several times in turn. Only the time until training could go on
+counts; what the background writes is waited for in between, and its time is shown as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint import open_checkpoint
+from shoal.checkpoint.saver import Saver
+from shoal.types import TrainState
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--folder", default=".")
+    options = parser.parse_args()
+    layers, rows = 24, int(options.gib * 2**30 / 24 / 3 / 4 / 1024)
+    model = {f"layer.{i}.weight": torch.randn(rows, 1024) for i in range(layers)}
+    moments = {n: {"exp_avg": torch.randn_like(t), "exp_avg_sq": torch.randn_like(t)} for n, t in model.items()}
+    state = TrainState(model, moments)
+    total = 3 * sum(t.nbytes for t in model.values())
+    print(f"{total / 2**30:.2f} GiB of state")
+    saver = Saver(background=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        for number in range(options.rounds):
+            began = time.perf_counter()
+            torch.save({"model": model, "moments": moments}, folder / "plain.pt")
+            plain = time.perf_counter() - began
+            began = time.perf_counter()
+            saver.save(folder / "step", state, {"step": number}, {})
+            blocked = time.perf_counter() - began
+            saver.wait()
+            whole = time.perf_counter() - began
+            what = "first (allocates its buffers)" if number == 0 else f"save {number + 1}"
+            print(
+                f"{what:30} torch.save {plain:.2f} s  blocked {blocked:.3f} s = {blocked / plain:.1%}  "
+                f"written and flushed after {whole:.2f} s"
+            )
+        open_checkpoint(folder / "step").read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""A checkpoint's weights for people who leave: a Hugging Face folder, one safetensors file, a plain state dict.
+
+Each is written beside its name, opened again with the plain library, compared tensor by tensor, and only then renamed.
+A checkpoint is not trusted: of its config only the recipe `causal_lm` is ever built, and no code that came with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.checkpoint.file import write_safetensors
+from shoal.checkpoint.inspect import open_step
+from shoal.checkpoint.manager import check_same_model
+from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint
+from shoal.checkpoint.stored import Stored
+from shoal.config import check_run
+from shoal.errors import UserError
+from shoal.parallel.weights import parameters_on_meta
+
+Kind = Literal["hf", "safetensors", "torch"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_SIZE = "5GB"
+SAME_OUTPUT = {torch.float32: 1e-4}
+SAME_HALF_OUTPUT = 2e-2
+"""How far the logits of a reloaded model may be off, of their largest: it may sum in another order, not more."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written and compared."""
+
+    path: Path
+    kind: Kind
+    tensors: int
+    nbytes: int
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's weights, each read and converted when asked for."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        return {name: value for name, value in self.checkpoint.stored().model.items() if isinstance(value, Stored)}
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Other names of tensors that are there: alias → name."""
+        tied = self.checkpoint.manifest.get("tied")
+        known = self.stored.keys()
+        return {a: n for a, n in tied.items() if n in known and a not in known} if isinstance(tied, dict) else {}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Tables that a model keeps as buffers stay as they are: rounded, they would be other tables."""
+        stored = self.stored[name].dtype
+        buffers = self.checkpoint.manifest.get("buffers")
+        kept = isinstance(buffers, list) and name in buffers
+        return self.dtype if self.dtype and stored.is_floating_point and not kept else stored
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.stored[name].read()
+        converted = tensor.to(self.dtype_of(name))
+        if converted.dtype == torch.float16 and not converted.isfinite().all() and tensor.isfinite().all():
+            raise UserError(f"--dtype fp16 cannot hold {name}, whose values go up to {tensor.abs().max():g}; use bf16")
+        return converted
+
+
+def export(step_dir: Path, out: Path, to: str, dtype: str | None = None, force: bool = False) -> Exported:
+    """Writes the weights of a checkpoint to `out`, in `dtype` (as stored, unless given), and proves that they are."""
+    if to not in get_args(Kind):
+        raise UserError(f"--to {to} is not one of {', '.join(get_args(Kind))}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    checkpoint = open_step(step_dir)
+    _check_place(out, to, force)
+    if out.resolve().is_relative_to(step_dir.resolve()):
+        raise UserError(f"{out} is inside the checkpoint, which nothing may be added to; choose another place")
+    source = Source(checkpoint, DTYPES[dtype] if dtype else None)
+    write: Callable[[Source, Path], tuple[str, ...]] = {
+        "hf": _write_hf,
+        "safetensors": _write_safetensors,
+        "torch": _write_torch,
+    }[to]
+    beside = out.absolute().with_name(f".{out.absolute().name}.part")
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        _remove(beside)
+        notes = write(source, beside)
+        nbytes = _settle(beside)
+        _swap_in(beside, out.absolute())
+    except DamagedCheckpoint as error:
+        raise UserError(f"damaged checkpoint: {error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {error}") from None
+    finally:
+        _remove(beside)
+    kind: Kind = to  # type: ignore[assignment]  # it is one of them
+    return Exported(out, kind, len(source.stored), nbytes, dtype or "as stored", notes)
+
+
+def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
+    write_safetensors(path, {name: _Later(source, name) for name in source.stored})  # type: ignore[misc]
+    _compare(source, load_file(path))
+    if source.tied:
+        return (f"tied, so there once: {', '.join(f'{a} is {n}' for a, n in source.tied.items())}",)
+    return ()
+
+
+class _Later:
+    """Stands for a tensor until the writer wants its bytes, so that one is in memory at a time."""
+
+    def __init__(self, source: Source, name: str):
+        self.source, self.name = source, name
+        self.dtype, self.shape = source.dtype_of(name), torch.Size(source.stored[name].shape)
+        self.nbytes = self.dtype.itemsize * self.shape.numel()
+
+    def detach(self) -> Tensor:
+        return self.source.read(self.name)
+
+
+def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
+    weights = {name: source.read(name) for name in source.stored}
+    # A piece is a view of its whole file, and torch.save would write all that a view's memory holds.
+    weights = {name: w.clone() if w.untyped_storage().nbytes() != w.nbytes else w for name, w in weights.items()}
+    weights |= {alias: weights[name] for alias, name in source.tied.items()}
+    try:
+        torch.save(weights, path)
+    except RuntimeError as error:  # torch's word for a full disk
+        raise OSError(" ".join(str(error).split())[:200]) from None
+    del weights
+    _compare(source, torch.load(path, map_location="cpu", weights_only=True, mmap=True), source.tied)
+    return ()
+
+
+def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
+    recipe = _recipe(source.checkpoint)
+    model = _build(recipe, source)
+    tokens = _few_tokens(model)
+    with _quiet_transformers() as transformers:
+        expected = _logits(recipe, model, tokens)
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        attention, dtype = model.config._attn_implementation, model.dtype
+        del model  # never two of them in memory
+        if recipe.config.model.name is not None and (recipe.folder / "generation_config.json").is_file():
+            shutil.copyfile(recipe.folder / "generation_config.json", folder / "generation_config.json")
+        notes = _write_tokenizer(transformers, recipe, folder)
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
+        )
+        _compare(source, again.state_dict(), may_have_more=True)
+        found = _logits(recipe, again, tokens)
+    apart = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+    if not apart <= SAME_OUTPUT.get(dtype, SAME_HALF_OUTPUT):
+        raise UserError(
+            f"the exported model computes something else than the checkpoint's (logits differ by {apart:g})"
+        )
+    how = f"but for {apart:.1g} of the largest" if apart else "to the bit"
+    return (f"its logits are those of the checkpoint's model, {how}", *notes)
+
+
+def _recipe(checkpoint: Checkpoint) -> Any:
+    """The causal_lm recipe of a checkpoint's config. Any other is code that a checkpoint may not choose to run."""
+    config = checkpoint.manifest.get("config")
+    name = config.get("recipe") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or name != "causal_lm":
+        what = f"recipe {name}" if name else "a loop of its own"
+        raise UserError(
+            f"{checkpoint.folder} was trained by {what}, which transformers has no model for; "
+            "use --to safetensors or --to torch, which hold the tensors under the model's own names"
+        )
+    sections = {key: config[key] for key in ("model", "dataset") if isinstance(config.get(key), dict)}
+    if sections.get("model", {}).get("trust_remote_code"):
+        raise UserError(
+            f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which an "
+            "export does not run; use --to safetensors"
+        )
+    run = check_run({"recipe": "causal_lm", "training": {"max_steps": 1, "batch_size": 1}, **sections})
+    return run.recipe_type(run.recipe_config)
+
+
+def _build(recipe: Any, source: Source) -> Any:
+    """The recipe's model with the checkpoint's weights. A config may lie: nothing is kept before shapes agree."""
+    try:
+        with parameters_on_meta():
+            model = recipe.build_model()
+    except (RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the model in the config of {source.checkpoint.folder} cannot be built: {reason}") from None
+    named = model.state_dict(keep_vars=True)
+    firsts = {id(tensor): name for name, tensor in reversed(named.items())}  # of what is tied, the first name
+    shapes = {name: [*named[name].shape] for name in firsts.values()}
+    check_same_model(source.checkpoint, shapes, "its config was changed, so --to safetensors is what is left")
+    filled: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in filled:
+                    value = source.read(firsts[id(parameter)])
+                    filled[id(parameter)] = nn.Parameter(value.clone(), requires_grad=False)
+                module._parameters[key] = filled[id(parameter)]
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) in firsts:
+                buffer.copy_(source.read(firsts[id(buffer)]))
+    return model.eval()
+
+
+def _few_tokens(model: Any) -> Tensor:
+    text = model.config.get_text_config()
+    length = min(12, getattr(text, "max_position_embeddings", None) or 12)
+    return (torch.arange(length)[None] * 7) % text.vocab_size
+
+
+@torch.no_grad()
+def _logits(recipe: Any, model: Any, tokens: Tensor) -> Tensor:
+    logits: Tensor = model.eval()(**recipe.inputs({"input_ids": tokens})).logits.float()
+    return logits
+
+
+def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str, ...]:
+    name = recipe.config.dataset.tokenizer
+    local = Path(name).expanduser()
+    if name == "bytes":
+        return ("no tokenizer: it was trained on bytes, each its own token",)
+    if not local.exists():
+        return (f"no tokenizer: {name} is on the Hugging Face Hub",)
+    recipe.tokenizer  # noqa: B018  # refuses what is not one
+    if local.is_dir():
+        for file in _TOKENIZER_FILES:
+            if (local / file).is_file():
+                shutil.copyfile(local / file, folder / file)
+    else:
+        eos = recipe.tokenizer.eos
+        wrapped = transformers.PreTrainedTokenizerFast(tokenizer_file=str(local))
+        if eos is not None:
+            wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
+        wrapped.save_pretrained(folder)
+    opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    words = "The same words, before and after."
+    if opened.encode(words, add_special_tokens=False) != recipe.tokenizer.encode(words).tolist():
+        return (f"the tokenizer of {name} is there, but transformers splits words otherwise than shoal did",)
+    return ()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[Any]:
+    """The package, without its progress bars."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _compare(
+    source: Source,
+    reloaded: Mapping[str, Tensor],
+    aliases: Mapping[str, str] | None = None,
+    may_have_more: bool = False,
+) -> None:
+    """Every tensor as it was, to the bit, and no other. A library may widen what it opens."""
+    for name in source.stored:
+        expected = source.read(name)
+        if name not in reloaded or not _same_bits(reloaded[name].to(expected.dtype), expected):
+            raise UserError(f"{name} did not come back from the exported file as it was; nothing was exported")
+    for alias, name in (aliases or {}).items():
+        if alias not in reloaded or not torch.equal(reloaded[alias], reloaded[name]):
+            raise UserError(f"{alias} did not come back from the exported file as it was; nothing was exported")
+    if not may_have_more and (more := reloaded.keys() - source.stored.keys() - (aliases or {}).keys()):
+        raise UserError(f"the exported file has {min(more)!r}, which the checkpoint has not; nothing was exported")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    flat, other = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(flat, other)
+
+
+def _check_place(out: Path, to: str, force: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not force:
+        raise UserError(f"{out} exists; choose another name, or give --force to replace it")
+    # A folder given by mistake must not be lost: only what looks like an earlier export is replaced.
+    like_an_export = (
+        out.is_dir()
+        and (out / "config.json").is_file()
+        and all(entry.is_file() and entry.suffix in _EXPORTED_SUFFIXES for entry in out.iterdir())
+    )
+    if out.is_symlink() or not (like_an_export if to == "hf" else out.is_file()):
+        raise UserError(f"{out} is not an earlier export, so --force does not replace it; choose another name")
+
+
+def _settle(path: Path) -> int:
+    """Flushes what was written, and makes it as open as other files; its size in bytes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        file.chmod(0o666 & ~mask)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    return sum(file.stat().st_size for file in files)
+
+
+def _swap_in(beside: Path, out: Path) -> None:
+    if not out.is_dir():
+        beside.replace(out)
+        return
+    old = out.with_name(f".{out.name}.old")
+    _remove(old)
+    out.rename(old)
+    beside.rename(out)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,300 @@
+"""What is in checkpoints, as data: which there are, what one holds, whether it is whole, how two differ."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
+from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
+from shoal.checkpoint.stored import Stored
+from shoal.errors import UserError
+
+HIGHLIGHTS = (
+    "recipe",
+    "experiment.name",
+    "experiment.seed",
+    "model",
+    "lora",
+    "dataset.name",
+    "dataset.tokenizer",
+    "dataset.seq_length",
+    "training.optimizer.name",
+    "training.learning_rate",
+    "training.mixed_precision",
+)
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A line of `ls`: what the manifest says, without reading tensors."""
+
+    path: str
+    step: int
+    when: str
+    bytes: int
+    layout: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the step was worth, where it was evaluated."""
+    problem: str | None = None
+    """Why it is damaged, if it is."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one checkpoint holds."""
+
+    path: str
+    position: dict[str, Any]
+    layout: dict[str, Any]
+    versions: dict[str, Any]
+    metrics: dict[str, Any]
+    config: dict[str, Any]
+    tensors: list[dict[str, Any]]
+    slots: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A tensor that is not the same in two checkpoints."""
+
+    name: str
+    max_abs: float | None = None
+    relative: float | None = None
+    """The largest difference over the largest value of the tensor."""
+    problem: str = ""
+    """Why they cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two checkpoints, worst tensors first."""
+
+    compared: int
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    position: dict[str, list[Any]] = field(default_factory=dict)
+    tensors: list[Differing] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        return not (self.only_in_a or self.only_in_b or self.position or self.tensors)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"equal": self.equal, **asdict(self)}
+
+
+def open_step(path: Path) -> Checkpoint:
+    """The checkpoint in a step folder, or a UserError that says what the path is instead."""
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give a step folder" if path.exists() else f"there is no folder {path}")
+    if steps := _steps(path):
+        raise UserError(f"{path} is a run folder; give one of its step folders, such as {steps[-1]}")
+    try:
+        return open_checkpoint(path)
+    except DamagedCheckpoint as error:
+        if not (path / MANIFEST).exists():
+            raise UserError(
+                f"{path} is not a checkpoint: it has no {MANIFEST}; give a folder such as RUN/checkpoints/step_00000100"
+            ) from None
+        raise UserError(f"damaged checkpoint: {error}") from None
+
+
+def list_checkpoints(run: Path) -> list[Listed]:
+    """The checkpoints of a run, oldest first, with those that are damaged."""
+    if not run.is_dir():
+        raise UserError(f"{run} is a file; give a run folder" if run.exists() else f"there is no folder {run}")
+    steps = _steps(run)
+    if not steps:
+        raise UserError(f"{run} holds no checkpoints; give a run folder, which has checkpoints/step_…")
+    return [_listed(folder) for folder in steps]
+
+
+def show(checkpoint: Checkpoint) -> Shown:
+    state, manifest = checkpoint.stored(), checkpoint.manifest
+    slots: dict[str, list[Stored]] = {}
+    for of_parameter in state.optimizer.values():
+        for slot, stored in of_parameter.items():
+            slots.setdefault(slot, []).append(_lazy(stored))
+    return Shown(
+        path=str(checkpoint.folder),
+        position=_position(checkpoint),
+        layout=_dict(manifest.get("layout")),
+        versions=_dict(manifest.get("versions")),
+        metrics=_dict(checkpoint.trainer.get("metrics")),
+        config={key: value for key in HIGHLIGHTS if (value := _value(manifest.get("config"), key)) is not None},
+        tensors=[_describe(name, _lazy(stored)) for name, stored in state.model.items()],
+        slots=[
+            {"name": slot, "tensors": len(tensors), "bytes": sum(map(_nbytes, tensors))}
+            for slot, tensors in sorted(slots.items())
+        ],
+    )
+
+
+def verify(
+    path: Path, told: Callable[[Path, str | None], None] = lambda folder, problem: None
+) -> dict[str, str | None]:
+    """Reads every byte of a checkpoint, or of all of a run, and compares every digest: folder → what is wrong."""
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give a folder" if path.exists() else f"there is no folder {path}")
+    folders = _steps(path)
+    if not folders and not (path / MANIFEST).exists() and not _looks_like_a_step(path):
+        raise UserError(f"{path} is neither a checkpoint nor a run that has some")
+    problems: dict[str, str | None] = {}
+    for folder in folders or [path]:
+        problem = None
+        try:
+            for stored in open_checkpoint(folder).tensors.values():
+                stored.check()
+        except (DamagedCheckpoint, UserError) as error:
+            problem = str(error)
+        problems[str(folder)] = problem
+        told(folder, problem)
+    return problems
+
+
+def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
+    """Compares weights, moments and position, one tensor at a time, whatever layouts wrote them.
+
+    To the bit, unless `rtol` is given: then a tensor may differ by that much of its largest value. What a layout keeps
+    for itself (a loss scale) is compared where both have it.
+    """
+    left, right = a.tensors, b.tensors
+    shared = sorted(left.keys() & right.keys())
+    differing = [found for name in shared if (found := _compare(name, left[name], right[name], rtol))]
+    here, there = _position(a), _position(b)
+    moved = (key for key in sorted(here.keys() | there.keys()) if here.get(key) != there.get(key))
+    return Difference(
+        compared=len(shared),
+        only_in_a=_not_of_a_layout(left.keys() - right.keys()),
+        only_in_b=_not_of_a_layout(right.keys() - left.keys()),
+        position={key: [here.get(key), there.get(key)] for key in moved},
+        tensors=sorted(differing, key=lambda d: -1.0 if d.relative is None else d.relative, reverse=True),
+    )
+
+
+def remove(path: Path, force: bool = False) -> None:
+    """Removes a checkpoint, damaged or not: first its name, so that no reader sees half of it, then its files."""
+    if not path.is_dir() or path.is_symlink():
+        raise UserError(f"{path} is not a step folder; give one such as RUN/checkpoints/step_00000100")
+    if not _looks_like_a_step(path):
+        raise UserError(f"{path} is not a checkpoint, so it is not removed; give a folder named step_…")
+    if strange := sorted(entry.name for entry in path.iterdir() if not _is_ours(entry)):
+        raise UserError(f"{path} holds {strange[0]!r}, which is of no checkpoint; look at it and remove it yourself")
+    folder = path.resolve()
+    newest = find_latest_checkpoint(folder.parent.parent) if folder.parent.name == "checkpoints" else None
+    if newest == folder and not force:
+        raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it all the same")
+    gone = folder.with_name(f".{folder.name}.removed")
+    try:
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone)
+    except OSError as error:
+        raise UserError(f"{path} cannot be removed: {error.strerror}") from None
+
+
+def _steps(run: Path) -> list[Path]:
+    """The step folders of a run folder, or of its checkpoints folder."""
+    return CheckpointManager(run.parent if run.name == "checkpoints" else run).steps()
+
+
+def _looks_like_a_step(path: Path) -> bool:
+    return path.absolute().name.startswith("step_")
+
+
+def _is_ours(entry: Path) -> bool:
+    ours = [MANIFEST, TRAINER, *(f"{room}{rest}.safetensors" for room in ROOMS for rest in ("", "-*-of-*"))]
+    return entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in ours)
+
+
+def _listed(folder: Path) -> Listed:
+    written = folder / MANIFEST if (folder / MANIFEST).exists() else folder
+    about: dict[str, Any] = {
+        "path": str(folder),
+        "step": int(folder.name.removeprefix("step_")),
+        "when": datetime.fromtimestamp(written.stat().st_mtime).isoformat(" ", "seconds"),
+        "bytes": sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
+    }
+    try:
+        checkpoint = open_checkpoint(folder)
+    except (DamagedCheckpoint, UserError) as error:
+        return Listed(**about, problem=str(error))
+    layout, metrics = _dict(checkpoint.manifest.get("layout")), _dict(checkpoint.trainer.get("metrics"))
+    return Listed(**about, layout=say_layout(layout), metrics=metrics)
+
+
+def say_layout(layout: dict[str, Any]) -> str:
+    return f"{layout.get('strategy', 'unknown')} on {layout.get('world_size', '?')}"
+
+
+def _position(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where the run was; what an evaluation said is not part of it."""
+    return {key: value for key, value in checkpoint.trainer.items() if key != "metrics"}
+
+
+def _describe(name: str, stored: Stored) -> dict[str, Any]:
+    dtype = str(stored.dtype).removeprefix("torch.")
+    return {"name": name, "shape": [*stored.shape], "dtype": dtype, "bytes": _nbytes(stored)}
+
+
+def _nbytes(stored: Stored) -> int:
+    return stored.dtype.itemsize * torch.Size(stored.shape).numel()
+
+
+def _lazy(value: Any) -> Stored:
+    assert isinstance(value, Stored)
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """A manifest's section; one that was written by another hand may be anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def _value(tree: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        tree = _dict(tree).get(key)
+    return tree
+
+
+def _not_of_a_layout(names: set[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("strategy/"))
+
+
+def _compare(name: str, a: Stored, b: Stored, rtol: float | None) -> Differing | None:
+    if a.shape != b.shape:
+        return Differing(name, problem=f"{[*a.shape]} in one, {[*b.shape]} in the other")
+    if a.dtype != b.dtype and rtol is None:
+        return Differing(name, problem=f"{a.dtype} in one, {b.dtype} in the other".replace("torch.", ""))
+    try:
+        left, right = a.read().contiguous().view(-1), b.read().contiguous().view(-1)
+    except DamagedCheckpoint as error:
+        raise UserError(f"damaged checkpoint: {error}") from None
+    if left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+        return None
+    max_abs, largest = 0.0, 0.0
+    for one, other in _in_chunks(left, right):
+        apart = (one - other).abs()
+        apart[(one == other) | (one.isnan() & other.isnan())] = 0  # infinities minus themselves are no numbers
+        max_abs = max(max_abs, apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
+        largest = max(largest, one.abs().nan_to_num(0, 0).max().item(), other.abs().nan_to_num(0, 0).max().item())
+    relative = max_abs / largest if largest else max_abs
+    return None if rtol is not None and relative <= rtol else Differing(name, max_abs, relative)
+
+
+def _in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """In float64, which takes several times the memory, so a part at a time."""
+    for one, other in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):
+        pair = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
+        first, second = (t.to(torch.float64, copy=True) for t in pair)
+        yield first, second

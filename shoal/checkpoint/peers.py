@@ -1,0 +1,60 @@
+"""The ranks that write a checkpoint together, and how they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shoal.checkpoint.boxes import WrongLayout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All ranks; `group` is for talking in the background, while others talk in theirs."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def agree(self, task: Callable[[], T]) -> T:
+        """Does `task` on every rank, or raises the first rank's error on every rank."""
+        error: Exception | None = None
+        try:
+            result = task()
+        except (OSError, WrongLayout) as caught:
+            error = caught
+        errors: list[Exception | None] = [error]
+        if dist.is_initialized():
+            errors = [None] * self.size
+            dist.all_gather_object(errors, error, group=self.group)
+        for error in errors:
+            if error:
+                raise error
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """All ranks' values on rank 0, which alone has to hold them; nothing on the others."""
+        if not dist.is_initialized():
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group)
+        return values or []
+
+    def scatter(self, values: list[T]) -> T:
+        """To every rank its own of rank 0's."""
+        if not dist.is_initialized():
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values if self.rank == 0 else None, group=self.group)
+        return received[0]

@@ -1,0 +1,184 @@
+"""Ranks that stop moving: the run says which and where, within the timeout, and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+from launched import TORCHRUN, Launched, free_port, saved, tensors
+from test_interrupted import slow_toy, undisturbed  # noqa: F401
+
+TWO = "launch.procs_per_node=2"
+SHORT = "distributed.timeout=3"
+AGAIN = "shoal: rank 1 hung; starting again from the last checkpoint (1 of 3)\n"
+ONCE = "launch.max_restarts=0"
+
+# Once, in the first attempt, on rank 1, when the run is under way.
+HANG = """
+import ctypes, os, time
+
+def hang_once(calls=[]):
+    calls.append(1)
+    if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RUN_ID"] == "attempt 0" and len(calls) == {calls}:
+        {sleep}({seconds})
+"""
+
+
+def hang(toy: ToyRun, before: str, calls: int, seconds: float = 1000, sleep: str = "time.sleep") -> None:
+    """Makes the user's recipe sleep right before a line of it."""
+    path = toy.folder / "toy_recipe.py"
+    text = path.read_text()
+    assert before in text
+    sleeper = HANG.format(calls=calls, seconds=seconds, sleep=sleep)
+    path.write_text(sleeper + text.replace(before, f"hang_once(); {before}"))
+
+
+def message(run: Launched, last: str = "shoal: rank 1 hung; giving up after 0 restarts\n") -> str:
+    """The one message of a hang, which is followed by the launcher's line."""
+    text, _, rest = run.err.partition(last)
+    assert text != run.err, run.err
+    assert rest == ""
+    assert text.count("the run hangs") == 1
+    assert re.match(r"shoal: the run hangs: rank 1 did not arrive within distributed\.timeout = 3 s\n", text), text
+    return text
+
+
+def test_a_stopped_rank(slow_toy: ToyRun, pool2: Any) -> None:  # noqa: F811
+    with Launched(slow_toy, TWO, SHORT) as run:
+        run.until(saved(slow_toy, 4))
+        stopped = run.ranks()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        run.until(lambda: stopped not in run.ranks().values(), 12)
+        assert time.monotonic() - began < 9
+        assert run.wait() == 0, run.err
+        assert run.nothing_left()
+    told = message(run, AGAIN)
+    assert re.search(rf"rank 1 \(.+, process {stopped}\): silent since \d\d:\d\d:\d\d, when it was in step \d+, ", told)
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .* in (all_reduce|backward|\w+gather\w*), for 3 s\n", told)
+    assert "shoal/training/trainer.py:" in told
+    assert "all threads of rank 0:\n" in (slow_toy.output / "logs" / "rank_0.log").read_text()
+    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+
+
+CASES = {
+    "the loader": ('return {"x"', 21, r"step 6, waiting for data"),  # four samples a step
+    "the forward": ('return {"input"', 9, r"step [567], forward, backward and update"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [*CASES])
+def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
+    before, calls, place = CASES[where]
+    hang(toy, before, calls)
+    with Launched(toy, TWO, SHORT, ONCE) as run:
+        assert run.wait(40) == 1, run.err
+        assert run.nothing_left()
+    told = message(run)
+    assert re.search(
+        rf"rank 1 \(.+, process \d+\): {place}, for \d s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+    )
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .*, in \w+, for \d s\n", told)
+    assert "all threads of rank 1:\n" in (toy.output / "logs" / "rank_1.log").read_text()
+    assert "in hang_once" in (toy.output / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
+    """A file system that does not answer."""
+    path = toy.folder / "toy_recipe.py"
+    slow_disk = "\nflush = os.fsync\ndef fsync(file):\n    hang_once()\n    flush(file)\nos.fsync = fsync\n"
+    path.write_text(HANG.format(calls=3, seconds=1000, sleep="time.sleep") + slow_disk + path.read_text())
+    with Launched(toy, TWO, SHORT, ONCE) as run:
+        assert run.wait(40) == 1, run.err
+        assert run.nothing_left()
+    told = message(run)
+    assert re.search(
+        r"rank 1 \(.+\): step \d+, saving, for \d s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_pythons_lock(slow_toy: ToyRun) -> None:  # noqa: F811
+    """Its watchdog cannot run either, and yet its stacks are written."""
+    hang(slow_toy, 'return {"input"', 12, sleep="ctypes.PyDLL(None).sleep")
+    with Launched(slow_toy, TWO, SHORT, ONCE) as run:
+        assert run.wait(40) == 1, run.err
+        assert run.nothing_left()
+    assert re.search(r"rank 1 \(.+, process \d+\): silent since", message(run))
+    log = (slow_toy.output / "logs" / "rank_1.log").read_text()
+    assert "Timeout (0:00:03)!" in log
+    assert "in hang_once" in log
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_silent_as_a_whole(slow_toy: ToyRun) -> None:  # noqa: F811
+    """Nobody there can end its one process but the launcher: rank 0 is made to believe that it is elsewhere."""
+    path = slow_toy.folder / "toy_recipe.py"
+    elsewhere = "import os\nimport shoal.parallel.watchdog as w\nif os.environ.get('RANK') == '0':\n"
+    path.write_text(f"{elsewhere}    w.this_machine = lambda: 'elsewhere'\n{path.read_text()}")
+    options = ("launch.nodes=2", "launch.procs_per_node=1", SHORT)
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        Launched(slow_toy, *options, **meet, NODE_RANK="0") as one,
+        Launched(slow_toy, *options, **meet, NODE_RANK="1") as other,
+    ):
+        one.until(saved(slow_toy, 4))
+        os.kill(other.ranks()[1], signal.SIGSTOP)
+        assert one.wait() == 0, one.err
+        assert other.wait() == 0, other.err
+    assert message(one, AGAIN)
+    assert other.err == AGAIN
+
+
+@pytest.mark.slow
+def test_a_hang_under_torchrun(slow_toy: ToyRun, pool2: Any) -> None:  # noqa: F811
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
+    with Launched(slow_toy, *TORCHRUN, *options, SHORT) as run:
+        run.until(saved(slow_toy, 4))
+        os.kill(run.ranks()[1], signal.SIGSTOP)
+        assert run.wait(60) == 0, run.err
+    assert run.err.count("the run hangs: rank 1 did not arrive") == 1
+    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "calls", "seconds"),
+    [('return {"x"', 21, 2.5), ('return {"input"', 1, 8.0)],
+    ids=["a slow sample", "a slow first step"],
+)
+def test_a_slow_rank_is_left_alone(toy: ToyRun, before: str, calls: int, seconds: float) -> None:
+    hang(toy, before, calls, seconds)
+    with Launched(toy, TWO, "distributed.timeout=5") as run:
+        assert run.wait(60) == 0, run.err
+    assert run.err == ""
+
+
+@pytest.mark.slow
+def test_a_hang_while_starting(toy: ToyRun) -> None:
+    hang(toy, "hidden = self", 1)
+    with Launched(toy, TWO, "distributed.init_timeout=4") as run:
+        assert run.wait(60) == 0, run.err
+    assert "rank 1 did not arrive within distributed.init_timeout = 4 s" in run.err
+    assert re.search(r"rank 1 \(.+\): step 0, building the model, for \d s", run.err)
+    assert run.err.endswith(AGAIN)
+
+
+def test_a_rank_alone_is_only_warned_of(toy: ToyRun, change_recipe: Callable[[str, str], None], capfd: Any) -> None:
+    slow = 'import time; time.sleep(1.5 if i == 77 else 0); return {"x"'
+    change_recipe('return {"x"', slow)
+    toy.train(
+        "distributed.timeout=0.5", "distributed.init_timeout=0.5", "training.num_epochs=1", "training.max_steps=null"
+    )
+    err = capfd.readouterr().err
+    assert err.count("shoal: warning: nothing moves: ") == 1
+    assert "waiting for data, for 0 s" in err or "waiting for data, for 1 s" in err
+    assert "in __getitem__" in err
