@@ -60,12 +60,17 @@ class Loggers:
 
 
 def open_loggers(
-    config: LoggingConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int
+    config: LoggingConfig,
+    output_dir: Path,
+    name: str,
+    settings: Mapping[str, Any],
+    resume_step: int,
+    evaluates_again: bool = False,
 ) -> Loggers:
     """The loggers that `config` asks for; call it on the main process only.
 
     `settings` is the resolved config to record with the run. `resume_step` is the last step that stands:
-    0 starts every logger anew.
+    0 starts every logger anew. With `evaluates_again` its evaluation does not.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     loggers: list[Logger] = []  # services first: one that cannot be reached stops the run before files change
@@ -76,7 +81,7 @@ def open_loggers(
         service = MlflowConfig() if config.mlflow is True else config.mlflow
         loggers.append(MlflowLogger(service, output_dir, name, settings, resume_step))
     if config.jsonl:
-        loggers.append(JsonlLogger(output_dir, resume_step))
+        loggers.append(JsonlLogger(output_dir, resume_step, evaluates_again))
     if config.tensorboard:
         loggers.append(TensorBoardLogger(output_dir, resume_step))
     return Loggers(loggers)
@@ -88,9 +93,9 @@ class JsonlLogger:
     Strict JSON has no such numbers, and `float(value)` reads every value back.
     """
 
-    def __init__(self, output_dir: Path, resume_step: int):
+    def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
         path = output_dir / "metrics.jsonl"
-        kept = list(_lines_up_to(resume_step, path)) if resume_step and path.exists() else []
+        kept = list(_lines_up_to(resume_step, evaluates_again, path)) if resume_step and path.exists() else []
         beside = path.with_suffix(".jsonl.tmp")
         with beside.open("w", encoding="utf-8") as file:
             file.writelines(kept)
@@ -114,12 +119,14 @@ class JsonlLogger:
         self._file.flush()
 
 
-def _lines_up_to(step: int, path: Path) -> Iterator[str]:
+def _lines_up_to(step: int, evaluates_again: bool, path: Path) -> Iterator[str]:
     """Whole lines only: a process killed while writing leaves a torn one."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                stands = line.endswith("\n") and json.loads(line)["step"] <= step
+                row = json.loads(line)
+                redone = evaluates_again and row["step"] == step and not any(key.startswith("train/") for key in row)
+                stands = line.endswith("\n") and row["step"] <= step and not redone
             except (ValueError, KeyError, TypeError):
                 stands = False
             if stands:

@@ -140,9 +140,8 @@ class Trainer:
 
     def fit(self) -> Outcome:
         training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
-        at_the_end = self.step >= self.total_steps
-        if self.first_step and not self.progress.evaluated and (self.due(training.eval_steps) or at_the_end):
-            self.evaluate()  # a signal came before the run that saved this step could do so
+        if self.owes_evaluation():
+            self.evaluate()
         self.watchdog.at("waiting for data", self.step + 1)
         with collector_paused():
             for micro_batches in islice(self.loader, max(0, self.total_steps - self.step)):
@@ -166,6 +165,11 @@ class Trainer:
         outcome = self.finish()
         self.watchdog.at("leaving", self.step)
         return outcome
+
+    def owes_evaluation(self) -> bool:
+        """Whether a signal came before the run that saved the first step could evaluate it."""
+        due = self.due(self.config.training.eval_steps) or self.step >= self.total_steps
+        return due and 0 < self.step == self.first_step and not self.progress.evaluated
 
     def take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.watchdog.at("forward, backward and update", self.step + 1)
@@ -439,7 +443,8 @@ class Trainer:
         if self.strategy.is_main_process:  # the others stay silent
             profile, mode = config.logging.profile, config.logging.console
             name, settings = config.experiment.name, self.run.tree()
-            loggers = open_loggers(config.logging, self.output_dir, name, settings, self.step)
+            again = self.owes_evaluation()
+            loggers = open_loggers(config.logging, self.output_dir, name, settings, self.step, again)
         self.loggers = resources.enter_context(closing(loggers))
         self.profiler = resources.enter_context(closing(Profiler(profile, self.output_dir)))
         log: TextIO | None = None

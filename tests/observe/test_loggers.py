@@ -298,3 +298,20 @@ def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path: Path, caplog
     assert [record["step"] for record in read_jsonl(tmp_path)] == [1, 1, 2, 2]
     assert caplog.messages == ["Broken stopped at step 1 and training goes on: network is down"]
     assert broken.calls == 1
+
+
+def test_an_evaluation_that_is_made_again_is_there_once(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path, 0)
+    for step in (1, 2):
+        logger.log(step, {"train/loss": 1.0})
+        logger.log(step, {"eval/loss": 2.0})
+        logger.text(step, "preview", "words")
+    logger.close()
+    JsonlLogger(tmp_path, 2, evaluates_again=True).close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], [*row][1]) for row in rows] == [
+        (1, "train/loss"),
+        (1, "eval/loss"),
+        (1, "preview"),
+        (2, "train/loss"),
+    ]
