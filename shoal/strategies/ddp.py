@@ -61,9 +61,7 @@ class DDPStrategy(DistributedStrategy):
         if self.mesh is None or not any(p.requires_grad for p in model.parameters()):
             return model
         options = dict(self.options)
-        if options["bucket_cap_mb"] is None:  # small ones cost a large model more than they overlap
-            gradient_mb = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
-            options["bucket_cap_mb"] = max(25, round(gradient_mb / 20))
+        options["bucket_cap_mb"] = options["bucket_cap_mb"] or default_bucket_mb(model)
         return DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **options)
 
     def prepare(self, *args: Any, **options: Any) -> Any:
@@ -121,6 +119,12 @@ class DDPStrategy(DistributedStrategy):
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
         model.zero_grad(set_to_none=not self.keeps_gradients)
+
+
+def default_bucket_mb(model: nn.Module) -> int:
+    """torch's, or more for a large model: small buckets cost it more than they overlap."""
+    gradient_mb = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
+    return max(25, round(gradient_mb / 20))
 
 
 def _sum_over_ranks(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings

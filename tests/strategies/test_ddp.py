@@ -16,8 +16,16 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.parallel.desync import Desync, check_replicas, check_samples
 from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
+from shoal.strategies.ddp import default_bucket_mb
 from shoal.training.optimizer import build_optimizer
 from shoal.types import MicroBatch, ParallelPlan
+
+
+def test_buckets_grow_with_the_model() -> None:
+    with torch.device("meta"):
+        small, large = nn.Linear(100, 100), nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
+    assert (default_bucket_mb(small), default_bucket_mb(large)) == (25, 51)
+    assert default_bucket_mb(large.requires_grad_(False)) == 25
 
 
 class Sometimes(nn.Module):

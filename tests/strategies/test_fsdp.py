@@ -340,7 +340,7 @@ class Batched(Ragged):
         )
 
 
-def running_mean() -> tuple[Any, Any]:
+def running_mean() -> tuple[Any, Any, Any]:
     strategy, recipe = FSDPStrategy(device="cpu"), Batched()
     with strategy:
         model, weights = build(recipe.build_model, recipe.weights(), seed=0)
@@ -358,11 +358,15 @@ def running_mean() -> tuple[Any, Any]:
         for step, micro_batches in zip(range(3), loader, strict=False):
             strategy.forward_backward(model, micro_batches, recipe, step)
             strategy.step(optimizer)
-        return seen[2].numpy(), model[2].running_mean.numpy().copy()
+        after = model[2].running_mean.numpy().copy()
+        stored = strategy.state(model, optimizer).model["2.running_mean"].numpy().copy()
+        return seen[2].numpy(), after, stored
 
 
 def test_running_means_start_every_step_as_rank_0_has_them(pool2: Pool) -> None:
-    (first, after), (second, other) = pool2.run(running_mean, init=False)
+    (first, after, stored), (second, other, other_stored) = pool2.run(running_mean, init=False)
+    assert np.array_equal(stored, after)  # rank 0's are saved,
+    assert np.array_equal(stored, other_stored)  # whoever writes them
     assert np.array_equal(first, second)
     assert not np.array_equal(after, other)  # they saw different samples since
     assert np.abs(first).sum() > 0

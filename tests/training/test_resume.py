@@ -159,3 +159,12 @@ def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
 def test_rotation_keeps_the_last_k(toy: ToyRun) -> None:
     toy.train("checkpoint.keep_last=2")
     assert sorted(p.name for p in (toy.output / "checkpoints").iterdir()) == ["step_00000008", "step_00000010"]
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("training.eval_steps=2", "training.lr_scheduler=constant")
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.training.trainer.Trainer.evaluate", lambda self: None)
+        toy.train(*keys, "training.max_steps=4")
+    toy.train(*keys, "training.max_steps=7")
+    assert sorted(toy.metrics("eval/loss")) == [4, 6, 7]
