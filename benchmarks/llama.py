@@ -1,6 +1,6 @@
 """What the wrappers cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
 
-    python benchmarks/llama.py [--steps 12] [--small] [--cases raw,single,...] [--write docs/llama.md]
+    python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/llama.md]
 
 Every case runs in a process of its own, one after another: first a compiled loop written by hand in plain PyTorch,
 then the same steps under shoal's strategies. Worlds of several ranks are torch's `fake` backend: rank 0 computes for
@@ -28,6 +28,7 @@ SIZES = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
+LARGE = {**SIZES, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
 SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
@@ -36,9 +37,14 @@ ABOUT = (
     "`raw` is a loop written by hand: the whole model compiled, bf16 autocast, fused AdamW, clipping. The others are "
     "shoal's strategies on the same batch, compiled block by block, from the third on with `loss_chunks: 8`. `lean` is "
     'pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of N" is one real rank in a world whose other '
-    "ranks do not exist (torch's `fake` backend): its computing and memory are real, its waiting for a network is not."
+    "ranks do not exist (torch's `fake` backend): its computing and memory are real, its waiting for a network is not. "
+    "`8B` is a Llama of 8 billion parameters in pure_bf16 with full activation checkpointing; a rank of `tp 8` has an "
+    "eighth of every layer and one of `pp 4` a quarter of the layers, so tokens/s are those that its group computes."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
+TP_FSDP = {"strategy": "3d", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
+PP_FSDP = {"strategy": "3d", "mesh": {"pp": 4, "dp_shard": 8}, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
+EIGHT_BILLION = {**CHUNKED, "mixed_precision": "pure_bf16", "activation_checkpointing": "full"}
 
 # name → (ranks in the world, keys of `distributed`, keys of `training`)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -56,6 +62,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "lean fsdp, rank 0 of 8": (8, FSDP, LEAN),
     "lean fsdp, rank 0 of 64": (64, FSDP, LEAN),
     "lean fsdp, rank 0 of 512": (512, FSDP, LEAN),
+    "8B, tp 8 × dp_shard 8, rank 0 of 64": (64, TP_FSDP, EIGHT_BILLION),
+    "8B, pp 4 × dp_shard 8, rank 0 of 32": (32, PP_FSDP, EIGHT_BILLION),
 }
 
 
@@ -63,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a model that a CPU can step, to try the script")
-    parser.add_argument("--cases", help="those whose name contains one of these, with commas between")
+    parser.add_argument("--cases", help="those whose name contains one of these, with a semicolon between")
     parser.add_argument("--write", help="also write the table, as a page, there")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -71,7 +79,7 @@ def main() -> None:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
     results: dict[str, dict[str, float]] = {}
-    wanted = options.cases.split(",") if options.cases else [""]
+    wanted = options.cases.split(";") if options.cases else [""]
     for name in CASES:
         if not any(part in name for part in wanted):
             continue
@@ -108,15 +116,17 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, length = (2, 64) if small else (8, 2048)
+    rows, length = (8, 64) if small else (8, 2048)
     generator = torch.Generator().manual_seed(0)
-    sizes = SMALL if small else SIZES
+    large = name.startswith("8B")
+    sizes = SMALL if small else LARGE if large else SIZES
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
     world, distributed, training = CASES[name]
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
     else:
-        step = shoal_step(sizes, tokens, world, distributed, {**training, "device": device, "batch_size": rows})
+        training = {**training, "device": device, "batch_size": rows}
+        step = shoal_step(sizes, tokens, world, distributed, training, drawn=not large)
     for _ in range(3):  # compiles, and lets memory settle
         step()
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -159,8 +169,14 @@ def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
 
 
 def shoal_step(
-    sizes: dict[str, int], tokens: Any, world: int, distributed: dict[str, Any], training: dict[str, Any]
+    sizes: dict[str, int],
+    tokens: Any,
+    world: int,
+    distributed: dict[str, Any],
+    training: dict[str, Any],
+    drawn: bool = True,
 ) -> Callable[[], Any]:
+    """`drawn` is whether weights are random: drawing billions takes minutes, and any will do to measure."""
     if world > 1:
         fake_world(world)
 
@@ -168,7 +184,7 @@ def shoal_step(
     from shoal.parallel.weights import build
     from shoal.strategies import from_config
     from shoal.training.optimizer import build_optimizer
-    from shoal.types import MicroBatch
+    from shoal.types import MicroBatch, Weights
 
     model_keys = {"config": {"model_type": "llama", **sizes}}
     run = check_run(
@@ -182,19 +198,32 @@ def shoal_step(
     recipe, strategy = run.recipe_type(run.recipe_config), from_config(run.config)
     strategy.setup()
     model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+    if not drawn:
+        weights = Weights("init", reset=all_alike)
     plan = recipe.parallel_plan(model)
     model, optimizer = strategy.prepare(
         model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), plan, weights
     )
     rows = range(len(tokens))
     batch = MicroBatch({"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}, rows, rows)
+    batches = [batch]
+    if stages := (distributed.get("mesh") or {}).get("pp"):  # the same tokens in as many micro-batches as a step fills
+        batches = [
+            MicroBatch({key: value[i :: 2 * stages] for key, value in batch.data.items()}, rows[i::8], rows[i::8])
+            for i in range(2 * stages)
+        ]
 
     def step() -> Any:
-        output = strategy.forward_backward(model, [batch], recipe, 0)
+        output = strategy.forward_backward(model, batches, recipe, 0)
         strategy.step(optimizer, 1.0)
         return output.loss
 
     return step
+
+
+def all_alike(model: Any, module: Any) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.data.fill_(0.02)
 
 
 def fake_world(size: int) -> None:

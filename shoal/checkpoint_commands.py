@@ -13,19 +13,25 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.checkpoint.inspect import Difference, Listed, Shown
+    from shoal.checkpoint.inspect import Difference, Listed, Shown, Verified
 
 app = typer.Typer(help="Look at checkpoints, compare, export or remove them.", no_args_is_help=True)
 
-StepDir = Annotated[Path, typer.Argument(metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")]
+StepDir = Annotated[
+    Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+BasePath = Annotated[
+    Path | None,
+    typer.Option("--base", metavar="PATH", help="Where the frozen weights are that it refers to, if they were moved."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 WORST = 10
 
 
 @app.command()
 def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run folder.")],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -40,6 +46,8 @@ def ls(
         for row in listed:
             if row.problem:
                 _print(row.problem)
+        for file, problem in {file: problem for row in listed for file, problem in row.base.items()}.items():
+            _print(_say_base(file, problem))
 
 
 @app.command()
@@ -56,27 +64,31 @@ def show(step_dir: StepDir, as_json: AsJson = False, debug: Debug = False) -> No
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="STEP_DIR_OR_RUN", help="A step folder, or a run for all of its.")],
+    path: Annotated[
+        Path, typer.Argument(readable=False, metavar="STEP_DIR_OR_RUN", help="A step folder, or a run for all of its.")
+    ],
+    base: BasePath = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Read every byte and compare every digest; exit 1 if anything is damaged."""
     from shoal.checkpoint import inspect
 
-    def tell(folder: Path, problem: str | None) -> None:
-        _print(f"{folder}  {'good' if problem is None else f'DAMAGED: {problem}'}")
+    def tell(folder: Path, verified: Verified) -> None:
+        good = f"good; not looked at: its base {verified.missing}" if verified.missing else "good"
+        _print(f"{folder}  {good if verified.problem is None else f'DAMAGED: {verified.problem}'}")
 
-    problems = inspect.verify(path, (lambda folder, problem: None) if as_json else tell)
+    everything = inspect.verify(path, (lambda folder, verified: None) if as_json else tell, base)
     if as_json:
-        _print_json([{"path": p, "good": problem is None, "problem": problem} for p, problem in problems.items()])
-    if any(problems.values()):
+        _print_json([{"path": p, "good": v.problem is None, **asdict(v)} for p, v in everything.items()])
+    if any(verified.problem for verified in everything.values()):
         raise typer.Exit(1)
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A step folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, written by any layout.")],
+    a: Annotated[Path, typer.Argument(readable=False, metavar="A", help="A step folder.")],
+    b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another, written by any layout.")],
     rtol: Annotated[
         float | None, typer.Option(help="Differences up to this share of a tensor's largest value count as equal.")
     ] = None,
@@ -101,26 +113,52 @@ def diff(
 @app.command()
 def export(
     step_dir: StepDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder (hf) or file to write.")],
+    out: Annotated[Path, typer.Argument(readable=False, metavar="OUT", help="The folder (hf) or file to write.")],
     to: Annotated[
         str,
         typer.Option("--to", help="hf: a folder for transformers; safetensors: one file; torch: a state dict."),
     ],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as stored unless given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    base: BasePath = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Leave out frozen weights that the checkpoint only refers to.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write the weights for other programs; they are opened again and compared before it is done."""
     from shoal.checkpoint.export import export as write
 
-    done = write(step_dir, out, to, dtype, force)
+    done = write(step_dir, out, to, dtype, force, base, adapter_only)
     if as_json:
         _print_json({**asdict(done), "path": str(done.path)})
         return
     _print(f"{done.path}  {done.tensors} tensors, {_size(done.nbytes)}, {done.dtype}; opened again and compared: equal")
     for note in done.notes:
         _print(note)
+
+
+@app.command("import")
+def import_(
+    trust: Annotated[
+        Path, typer.Option("--trust", metavar="FOLDER", help="A folder that DeepSpeed saved. Opening it may run code.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The step folder to write.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a checkpoint of DeepSpeed's, ZeRO 1 to 3, into one of shoal's. Its files are pickles, so name a folder you
+    trust."""
+    from shoal.checkpoint.deepspeed import import_deepspeed
+
+    done = import_deepspeed(trust, out)
+    if as_json:
+        _print_json({**asdict(done), "path": str(done.path)})
+        return
+    kept = f", optimizer {', '.join(done.slots)}" if done.slots else ""
+    _print(f"{done.path}  {done.tensors} tensors{kept}, of step {done.step} of ZeRO {done.stage} on {done.ranks} ranks")
+    _print(f"take the weights by checkpoint.init_from={done.path}, or all of it by strategy.load_checkpoint")
 
 
 @app.command()
@@ -165,12 +203,23 @@ def _print_shown(shown: Shown) -> None:
         _add(tensors, row["name"], " × ".join(map(str, row["shape"])) or "1", row["dtype"], _size(row["bytes"]))
     _print(tensors)
     _print(f"{len(shown.tensors)} tensors, {_size(sum(row['bytes'] for row in shown.tensors))}")
+    if shown.base:
+        size = _size(sum(row["bytes"] for row in shown.base_tensors))
+        _print(f"and {len(shown.base_tensors)} frozen, {size}, which are not in it")
+    for file, problem in shown.base.items():
+        _print(_say_base(file, problem))
     if shown.slots:
         _print("")
         slots = _table("optimizer slot", "tensors", "size")
         for row in shown.slots:
             _add(slots, row["name"], str(row["tensors"]), _size(row["bytes"]))
         _print(slots)
+
+
+def _say_base(file: str, problem: str | None) -> str:
+    if problem:
+        return f"refers to frozen weights, but {problem}: the adapter alone can be opened"
+    return f"refers to frozen weights in {file}"
 
 
 def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | None) -> None:

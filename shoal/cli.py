@@ -49,29 +49,41 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    pass
+    """Some launchers say the local rank here, too: DeepSpeed's before every command. The environment has it already."""
 
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a run to its end; it goes on from its last good checkpoint by itself."""
     from shoal.config import load_run
+    from shoal.config.mesh import check_layout
     from shoal.launch.local import start, wants_processes
     from shoal.launch.worker import among_others
     from shoal.parallel.world import World
     from shoal.training import train as train_run
+    from shoal.training.stop import Stopped
 
     run = load_run(config, overrides or ())
     if wants_processes(run):
+        check_layout(run.config, run.config.launch.processes)
         raise typer.Exit(start(run, sys.argv[1:]))
     world = World.from_environment()
     with among_others(run, world) if world.size > 1 else nullcontext():
-        outcome = train_run(run)
-        if world.rank == 0:
-            _tell(outcome, run, config, overrides or [])
-    if outcome.stopped_by:
-        raise typer.Exit(128 + outcome.stopped_by)
+        try:
+            outcome = train_run(run)
+            stopped_by = outcome.stopped_by
+            if world.rank == 0:
+                _tell(outcome, run, config, overrides or [])
+        except Stopped as stopped:
+            stopped_by = stopped.signal
+            if world.rank == 0:
+                print(f"stopped by {stopped.signal.name} before the first step; there was nothing to save", flush=True)
+            if not stopped.agreed:
+                raise
+    if stopped_by:
+        raise typer.Exit(128 + stopped_by)
 
 
 @app.command("config")
@@ -79,9 +91,10 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
     """Print the resolved run, each value with where it came from."""
     from shoal.config import derive_batches, load_run
     from shoal.config.batch import derived_values
+    from shoal.config.mesh import check_layout
 
     run = load_run(config, overrides or ())
-    ranks = run.config.launch.processes
+    ranks = check_layout(run.config, run.config.launch.processes)
     print(run.to_yaml(derived_values(derive_batches(run.config.training, ranks)[0], ranks)), end="")
 
 
@@ -183,7 +196,7 @@ def _command(name: str) -> str:
 def main() -> None:
     try:
         app()
-    except UserError as error:
+    except (UserError, PermissionError) as error:
         if "--debug" in sys.argv:
             raise
         print(f"shoal: error: {' '.join(str(error).split())}", file=sys.stderr)

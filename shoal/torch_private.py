@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 # What a DTensor's constructor takes; see as_shard.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# DTensor tells its placements, but not which rows those make.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+# What fully_shard makes of a dimension that was cut before; see shape_and_offset.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # The bases of all batch norms and of all dropouts, each kind by one name.
 from torch.nn.modules.batchnorm import _BatchNorm as BATCH_NORM
@@ -22,14 +25,20 @@ from torch.nn.modules.dropout import _DropoutNd as DROPOUT
 # The extension point behind FlopCounterMode and CommDebugMode; documented by example, kept under an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
 __all__ = [
     "BATCH_NORM",
     "DROPOUT",
+    "StridedShard",
     "TorchDispatchMode",
+    "as_rows",
     "as_shard",
     "compiled_graphs",
     "set_group_timeout",
     "shape_and_offset",
+    "skip_greeting_itself",
     "storage_key",
     "uncompiled",
 ]
@@ -45,6 +54,12 @@ def as_shard(local: Tensor, parameter: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def as_rows(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    """`local` as this rank's rows of a tensor of this shape. Not by DTensor.from_local, for the same reason."""
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+
+
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """The groups of a mesh are made without asking for how long they may wait."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -56,9 +71,29 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the part this rank holds, and where it begins in the whole."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    """The shape of the part this rank holds, and where it begins in the whole.
+
+    Where FSDP shards what tensor parallelism has cut along the same dimension, its placement is a strided one: the cut
+    comes first, although its side of the mesh is the inner one.
+    """
+    shape, offset = [*tensor.shape], [0] * tensor.ndim
+    sides = [side for side in enumerate(tensor.placements) if not side[1].is_replicate()]
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    for side, placement in sorted(sides, key=lambda side: isinstance(side[1], StridedShard)):
+        assert isinstance(placement, Shard | StridedShard)
+        dimension = placement.dim
+        chunk = -(-shape[dimension] // tensor.device_mesh.size(side))
+        start = min(chunk * place[side], shape[dimension])
+        shape[dimension] = min(chunk, shape[dimension] - start)
+        offset[dimension] += start
     return tuple(shape), tuple(offset)
+
+
+def skip_greeting_itself(stage: PipelineStage) -> None:
+    """Torch 2.11 sends a number between neighbouring stages first, also if they are on one rank, which gloo cannot."""
+    greet = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]  # type: ignore[method-assign]
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+
+TensorStyle = Literal["column", "row", "vocabulary", "region", "sum", "sequence"] | int
+"""How tensor parallelism cuts something. A number is for a parameter: the dimension along which ranks share it. For
+modules: `column` and `row` are Linear layers cut by outputs and by inputs, `vocabulary` an embedding or the head cut by
+tokens, `region` a module that all ranks call with the same first input and that works on their parts inside, `sum` one
+that also returns only its rank's part of a sum, `sequence` one that treats every token by itself."""
 
 IGNORED = -100
 """The label that counts for nothing, as in torch's cross-entropy."""
@@ -69,7 +75,8 @@ class Weights:
     reset: Callable[[nn.Module, nn.Module], None] | None = None
     """(model, module) → draws that module's own parameters. Unless given, its `reset_parameters()` does."""
     files: tuple[Path, ...] = ()
-    """Safetensors that hold every parameter and persistent buffer under its name in the model."""
+    """Safetensors that hold every parameter and persistent buffer under its name in the model. With a `reset` beside
+    them, parameters that are trained may be missing, as those of an adapter are, and are drawn by it."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,13 @@ class ParallelPlan:
     head: str | None = None
     """The module that makes logits of hidden states, where the recipe's loss is `token_loss` of them. Called with
     (hidden) if it is an nn.Linear, or with (hidden, weight), weight (embd, vocab), if it owns no parameters."""
+    order: tuple[str, ...] = ()
+    """For a pipeline: the modules that hidden states go through, one after another and nothing else between, such as
+    embedding, blocks, norm, head. Together they own all parameters."""
+    entry: str | None = None
+    """For a pipeline: the keyword of the model's input that the first module of `order` takes."""
+    tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
+    """For tensor parallelism: how modules and parameters are cut. Names may have `*` for a part between dots."""
 
     @classmethod
     def derive(cls, model: nn.Module) -> ParallelPlan:

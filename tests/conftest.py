@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from shoal.recipes import Recipe
+from shoal.types import ParallelPlan
 
 
 class Squares:
@@ -69,6 +70,12 @@ class Toy(Recipe):
 
     def loss(self, output, batch):
         return ((output - batch["y"]) ** 2).sum()
+
+
+class Divisible(Toy):
+    def parallel_plan(self, model):
+        order, tensor = ("0", "1", "2", "3"), {"0": "column", "3": "row"}
+        return ParallelPlan(blocks=("0", "3"), order=order, entry="input", tensor=tensor)
 '''
 
 RUN = """
@@ -96,8 +103,7 @@ class ToyRun:
             capture_output=True,
             text=True,
             cwd=self.folder,
-            timeout=120,
-            **options,
+            **{"timeout": 120, **options},
         )
 
     def train(self, *overrides: str) -> Any:

@@ -337,7 +337,7 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
     manifest.pop("digest")
     change(manifest)
     manifest["digest"] = store._manifest_digest(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
@@ -374,4 +374,4 @@ def test_the_docs_know_the_command() -> None:
     assert {name for name, _ in described} == known.keys()
     for name, rest in described:
         options = {option for parameter in known[name].params for option in parameter.opts}
-        assert {*re.findall(r"--\w+", rest)} <= options, name
+        assert {*re.findall(r"--[\w-]+", rest)} <= options, name

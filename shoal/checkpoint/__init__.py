@@ -1,14 +1,17 @@
 """The neutral store and its manager: alone in writing and reading checkpoints."""
 
+from shoal.checkpoint.base import BaseProblem, Referenced
 from shoal.checkpoint.boxes import WrongLayout
 from shoal.checkpoint.manager import CheckpointManager, find_best_checkpoint, find_latest_checkpoint
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.checkpoint.stored import Stored
 
 __all__ = [
+    "BaseProblem",
     "Checkpoint",
     "CheckpointManager",
     "DamagedCheckpoint",
+    "Referenced",
     "Stored",
     "WrongLayout",
     "find_best_checkpoint",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shoal.torch_private import shape_and_offset
+from shoal.torch_private import StridedShard, shape_and_offset
 
 
 class WrongLayout(Exception):
@@ -51,7 +51,7 @@ def local_box(tensor: Tensor) -> Box:
         return whole_box(tensor.shape)
     if tensor.device_mesh.get_coordinate() is None:
         raise WrongLayout(f"this rank holds a tensor {[*tensor.shape]}, but is not in its mesh")
-    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+    if any(type(placement) not in (Shard, StridedShard, Replicate) for placement in tensor.placements):
         raise WrongLayout(f"a tensor placed as {tensor.placements} cannot be stored; only Shard and Replicate can")
     shape, offset = shape_and_offset(tensor)
     if (held := tuple(tensor.to_local().shape)) != shape:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.checkpoint.base import BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.file import write_safetensors
 from shoal.checkpoint.inspect import open_step
 from shoal.checkpoint.manager import check_same_model
@@ -66,10 +67,13 @@ class Source:
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None
+    adapter_only: bool = False
 
     @cached_property
-    def stored(self) -> dict[str, Stored]:
-        return {name: value for name, value in self.checkpoint.stored().model.items() if isinstance(value, Stored)}
+    def stored(self) -> dict[str, Stored | Referenced]:
+        """The model's tensors in the checkpoint, and those that it refers to unless they are to be left out."""
+        own = {name: value for name, value in self.checkpoint.stored().model.items() if isinstance(value, Stored)}
+        return {**own, **({} if self.adapter_only else self.checkpoint.base)}
 
     @property
     def tied(self) -> dict[str, str]:
@@ -93,17 +97,28 @@ class Source:
         return converted
 
 
-def export(step_dir: Path, out: Path, to: str, dtype: str | None = None, force: bool = False) -> Exported:
-    """Writes the weights of a checkpoint to `out`, in `dtype` (as stored, unless given), and proves that they are."""
+def export(
+    step_dir: Path,
+    out: Path,
+    to: str,
+    dtype: str | None = None,
+    force: bool = False,
+    base: Path | None = None,
+    adapter_only: bool = False,
+) -> Exported:
+    """Writes the weights of a checkpoint to `out`, in `dtype` (as stored, unless given), and proves that they are.
+
+    Frozen weights that it refers to are read where they were, or in `base`; `adapter_only` leaves them out.
+    """
     if to not in get_args(Kind):
         raise UserError(f"--to {to} is not one of {', '.join(get_args(Kind))}")
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    checkpoint = open_step(step_dir)
+    checkpoint = _find_base(open_step(step_dir), to, base, adapter_only)
     _check_place(out, to, force)
     if out.resolve().is_relative_to(step_dir.resolve()):
         raise UserError(f"{out} is inside the checkpoint, which nothing may be added to; choose another place")
-    source = Source(checkpoint, DTYPES[dtype] if dtype else None)
+    source = Source(checkpoint, DTYPES[dtype] if dtype else None, adapter_only)
     write: Callable[[Source, Path], tuple[str, ...]] = {
         "hf": _write_hf,
         "safetensors": _write_safetensors,
@@ -118,12 +133,45 @@ def export(step_dir: Path, out: Path, to: str, dtype: str | None = None, force: 
         _swap_in(beside, out.absolute())
     except DamagedCheckpoint as error:
         raise UserError(f"damaged checkpoint: {error}") from None
+    except BaseProblem as problem:
+        raise UserError(_without_base(checkpoint, problem)) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
     finally:
         _remove(beside)
     kind: Kind = to  # type: ignore[assignment]  # it is one of them
+    if checkpoint.base:
+        files = ", ".join(map(str, files_of(checkpoint.base)))
+        whole = f"{len(checkpoint.base)} frozen tensors are from {files}"
+        notes = (f"the adapter alone, to frozen weights in {files}" if adapter_only else whole, *notes)
     return Exported(out, kind, len(source.stored), nbytes, dtype or "as stored", notes)
+
+
+def _find_base(checkpoint: Checkpoint, to: str, place: Path | None, adapter_only: bool) -> Checkpoint:
+    """The checkpoint, with what it refers to where that is now. Nothing is written if it is nowhere."""
+    if not checkpoint.base:
+        for option, given in (("--base", place), ("--adapter-only", adapter_only)):
+            if given:
+                raise UserError(f"{checkpoint.folder} holds all its weights and refers to no base; leave {option} out")
+        return checkpoint
+    if adapter_only and to == "hf":
+        raise UserError("--to hf writes whole models; give --adapter-only with --to safetensors or --to torch")
+    if adapter_only and place:
+        raise UserError("--adapter-only leaves the base out, and --base says where it is; give one of them")
+    if adapter_only:
+        return checkpoint
+    if place:
+        return replace(checkpoint, base=look_in(place, checkpoint.base))
+    if problem := next(filter(None, files_of(checkpoint.base).values()), None):
+        raise UserError(_without_base(checkpoint, problem))
+    return checkpoint
+
+
+def _without_base(checkpoint: Checkpoint, problem: object) -> str:
+    return (
+        f"{checkpoint.folder} refers to frozen weights, and {problem}; give --base PATH if they are elsewhere, or "
+        "--adapter-only with --to safetensors or torch for what the checkpoint itself holds"
+    )
 
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:

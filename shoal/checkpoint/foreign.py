@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.checkpoint.base import Base, Referenced
 from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError
+from shoal.parallel.shards import whole_shape
 
 KEY = "checkpoint.init_from"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,44 +38,64 @@ def about_names(model: nn.Module) -> dict[str, Any]:
     return {"tied": tied, "buffers": [name for key, name in first.items() if key not in parameters]}
 
 
-def weights_for(model: nn.Module, path: str) -> dict[str, Any]:
+def weights_for(
+    model: nn.Module,
+    path: str,
+    base: Base | None = None,
+    warn: Callable[[str], None] = lambda warning: None,
+    elsewhere: Collection[str] = (),
+) -> dict[str, Any]:
     """The weights in `path` for a model with the same names and shapes, each where only what is used of it is read.
 
-    What is tied in the model may be there under any of its names, or under all of them with one value.
+    What is tied in the model may be there under any of its names, or under all of them with one value. An adapter may
+    come alone: what it refers to, or what is frozen in this run's `base`, the model keeps as it is. All ranks call it.
+    `elsewhere` are names that other ranks have, as stages of a pipeline do.
     """
-    stored, shapes = open_weights(path), {}
+    (stored, referenced), shapes = open_weights(path), dict[str, list[int]]()
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-        shapes[name] = [*tensor.shape]
+        shapes[name] = [*whole_shape(tensor)]
     weights: dict[str, Any] = {}
-    differences = [f"{name} {_shape(stored[name])} there, absent here" for name in stored.keys() - shapes.keys()]
+    everything, lacking = {**stored, **referenced}, []
+    strangers = everything.keys() - shapes.keys() - set(elsewhere)
+    differences = [f"{name} {_shape(everything[name])} there, absent here" for name in strangers]
     for first, *aliases in names.values():
-        there = [name for name in (first, *aliases) if name in stored]
-        if not there:
+        there = [name for name in (first, *aliases) if name in everything]
+        if not there and base and first in base.references:
+            lacking.append(first)
+        elif not there:
             differences.append(f"{first} absent there, {shapes[first]} here")
         for name in there:
-            if _shape(stored[name]) != shapes[name]:
-                differences.append(f"{name} {_shape(stored[name])} there, {shapes[name]} here")
-            elif name != there[0] and not torch.equal(_whole(stored[name]), _whole(stored[there[0]])):
+            if _shape(everything[name]) != shapes[name]:
+                differences.append(f"{name} {_shape(everything[name])} there, {shapes[name]} here")
+            elif name != there[0] and not torch.equal(_whole(everything[name]), _whole(everything[there[0]])):
                 raise UserError(f"{KEY} = {path!r}: {there[0]} and {name} differ, but are one tensor in this model")
-        weights |= {first: stored[there[0]]} if there else {}
+        weights |= {first: stored[there[0]]} if there and there[0] in stored else {}
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise UserError(
             f"{KEY} = {path!r} holds the weights of another model: {'; '.join(sorted(differences)[:3])}{more}; "
             "name weights of the model in this config"
         )
+    if referenced and not (base and base.has(referenced)):
+        warn(
+            f"{KEY} = {path!r} is an adapter to frozen weights in {_files(referenced)}, which are not what this run "
+            f"has: the adapter alone is taken, and {len(referenced)} tensors stay as they are here"
+        )
+    elif base and lacking:
+        own = _files({name: base.references[name] for name in lacking})
+        warn(f"{KEY} = {path!r} is an adapter alone: {len(lacking)} frozen tensors stay as they are in {own}")
     return weights
 
 
-def open_weights(path: str) -> Mapping[str, Any]:
-    """Name → a tensor in a mapped file, or a Stored."""
+def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, Referenced]]:
+    """Name → a tensor in a mapped file, or a Stored; and what a checkpoint only refers to."""
     place = Path(path).expanduser()
     if not place.exists():
         raise UserError(f"{KEY} = {path!r}: there is no such file or folder")
     if place.is_file():
-        return _read_file(place)
+        return _read_file(place), {}
     if CheckpointManager(place).steps():
         newest = find_latest_checkpoint(place)
         if newest is None:
@@ -81,13 +103,14 @@ def open_weights(path: str) -> Mapping[str, Any]:
         place = newest
     if (place / MANIFEST).exists():
         try:
-            return open_checkpoint(place).stored().model
+            checkpoint = open_checkpoint(place)
+            return checkpoint.stored().model, checkpoint.base
         except DamagedCheckpoint as error:
             raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
     weights: dict[str, Tensor] = {}
     for file in _files_in(place):
         weights |= _read_safetensors(file)
-    return weights
+    return weights, {}
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -149,6 +172,10 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     ):
         raise UserError(f"{KEY}: {path} is not a state dict: tensors by their names, and nothing else")
     return dict(loaded)
+
+
+def _files(references: Mapping[str, Referenced]) -> str:
+    return ", ".join(sorted({str(reference.path) for reference in references.values()}))
 
 
 def _shape(value: Any) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
 from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
-from shoal.checkpoint.stored import Stored
+from shoal.checkpoint.stored import Stored, tensor_digest
 from shoal.errors import UserError
 
 HIGHLIGHTS = (
@@ -45,6 +46,8 @@ class Listed:
     layout: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the step was worth, where it was evaluated."""
+    base: dict[str, str | None] = field(default_factory=dict)
+    """Files that it refers to for frozen weights, and why they cannot be used, if so."""
     problem: str | None = None
     """Why it is damaged, if it is."""
 
@@ -61,6 +64,19 @@ class Shown:
     config: dict[str, Any]
     tensors: list[dict[str, Any]]
     slots: list[dict[str, Any]]
+    base: dict[str, str | None]
+    """Files that it refers to for frozen weights, and why they cannot be used, if so."""
+    base_tensors: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Whether a checkpoint is whole."""
+
+    problem: str | None = None
+    """What is damaged: in the folder, or in the files that it refers to."""
+    missing: str | None = None
+    """Files that it refers to and that are not there. It is not damaged for that; what it holds itself can be used."""
 
 
 @dataclass(frozen=True)
@@ -137,29 +153,52 @@ def show(checkpoint: Checkpoint) -> Shown:
             {"name": slot, "tensors": len(tensors), "bytes": sum(map(_nbytes, tensors))}
             for slot, tensors in sorted(slots.items())
         ],
+        base=_base_files(checkpoint),
+        base_tensors=[
+            {**_describe(name, reference), "file": str(reference.path)} for name, reference in checkpoint.base.items()
+        ],
     )
 
 
 def verify(
-    path: Path, told: Callable[[Path, str | None], None] = lambda folder, problem: None
-) -> dict[str, str | None]:
-    """Reads every byte of a checkpoint, or of all of a run, and compares every digest: folder → what is wrong."""
+    path: Path, told: Callable[[Path, Verified], None] = lambda folder, verified: None, base: Path | None = None
+) -> dict[str, Verified]:
+    """Reads every byte of a checkpoint, or of all of a run, and compares every digest: folder → what is wrong.
+
+    Frozen weights that it refers to are read where they were, or in `base`; those of a run once for all.
+    """
     if not path.is_dir():
         raise UserError(f"{path} is a file; give a folder" if path.exists() else f"there is no folder {path}")
     folders = _steps(path)
     if not folders and not (path / MANIFEST).exists() and not _looks_like_a_step(path):
         raise UserError(f"{path} is neither a checkpoint nor a run that has some")
-    problems: dict[str, str | None] = {}
+    everything: dict[str, Verified] = {}
+    files = BaseFiles()
     for folder in folders or [path]:
-        problem = None
         try:
-            for stored in open_checkpoint(folder).tensors.values():
+            checkpoint = open_checkpoint(folder)
+            for stored in checkpoint.tensors.values():
                 stored.check()
+            verified = Verified(missing=_verify_base(checkpoint, files, base))
         except (DamagedCheckpoint, UserError) as error:
-            problem = str(error)
-        problems[str(folder)] = problem
-        told(folder, problem)
-    return problems
+            verified = Verified(problem=str(error))
+        everything[str(folder)] = verified
+        told(folder, verified)
+    return everything
+
+
+def _verify_base(checkpoint: Checkpoint, files: BaseFiles, place: Path | None) -> str | None:
+    """What of the base is not there; UserError if it is, but altered."""
+    references = look_in(place, checkpoint.base) if place else checkpoint.base
+    missing: dict[str, None] = {}
+    for reference in references.values():
+        try:
+            replace(reference, files=files).check()
+        except BaseMissing as problem:
+            missing[str(problem)] = None
+        except BaseAltered as problem:
+            raise UserError(f"the base that it refers to: {problem}") from None
+    return "; ".join(missing) or None
 
 
 def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
@@ -168,7 +207,7 @@ def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
     To the bit, unless `rtol` is given: then a tensor may differ by that much of its largest value. What a layout keeps
     for itself (a loss scale) is compared where both have it.
     """
-    left, right = a.tensors, b.tensors
+    left, right = _everything(a), _everything(b)
     shared = sorted(left.keys() & right.keys())
     differing = [found for name in shared if (found := _compare(name, left[name], right[name], rtol))]
     here, there = _position(a), _position(b)
@@ -230,7 +269,7 @@ def _listed(folder: Path) -> Listed:
     except (DamagedCheckpoint, UserError) as error:
         return Listed(**about, problem=str(error))
     layout, metrics = _dict(checkpoint.manifest.get("layout")), _dict(checkpoint.trainer.get("metrics"))
-    return Listed(**about, layout=say_layout(layout), metrics=metrics)
+    return Listed(**about, layout=say_layout(layout), metrics=metrics, base=_base_files(checkpoint))
 
 
 def say_layout(layout: dict[str, Any]) -> str:
@@ -242,12 +281,21 @@ def _position(checkpoint: Checkpoint) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.trainer.items() if key != "metrics"}
 
 
-def _describe(name: str, stored: Stored) -> dict[str, Any]:
+def _base_files(checkpoint: Checkpoint) -> dict[str, str | None]:
+    return {str(path): problem for path, problem in files_of(checkpoint.base).items()}
+
+
+def _everything(checkpoint: Checkpoint) -> dict[str, Stored | Referenced]:
+    """By room and name; what is frozen belongs to the model, wherever it is."""
+    return {**checkpoint.tensors, **{f"model/{name}": reference for name, reference in checkpoint.base.items()}}
+
+
+def _describe(name: str, stored: Stored | Referenced) -> dict[str, Any]:
     dtype = str(stored.dtype).removeprefix("torch.")
     return {"name": name, "shape": [*stored.shape], "dtype": dtype, "bytes": _nbytes(stored)}
 
 
-def _nbytes(stored: Stored) -> int:
+def _nbytes(stored: Stored | Referenced) -> int:
     return stored.dtype.itemsize * torch.Size(stored.shape).numel()
 
 
@@ -271,15 +319,19 @@ def _not_of_a_layout(names: set[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("strategy/"))
 
 
-def _compare(name: str, a: Stored, b: Stored, rtol: float | None) -> Differing | None:
+def _compare(name: str, a: Stored | Referenced, b: Stored | Referenced, rtol: float | None) -> Differing | None:
     if a.shape != b.shape:
         return Differing(name, problem=f"{[*a.shape]} in one, {[*b.shape]} in the other")
     if a.dtype != b.dtype and rtol is None:
         return Differing(name, problem=f"{a.dtype} in one, {b.dtype} in the other".replace("torch.", ""))
     try:
+        if _same_digest(a, b):
+            return None
         left, right = a.read().contiguous().view(-1), b.read().contiguous().view(-1)
     except DamagedCheckpoint as error:
         raise UserError(f"damaged checkpoint: {error}") from None
+    except BaseProblem as problem:
+        return Differing(name, problem=f"cannot be compared: {problem}")
     if left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
         return None
     max_abs, largest = 0.0, 0.0
@@ -290,6 +342,17 @@ def _compare(name: str, a: Stored, b: Stored, rtol: float | None) -> Differing |
         largest = max(largest, one.abs().nan_to_num(0, 0).max().item(), other.abs().nan_to_num(0, 0).max().item())
     relative = max_abs / largest if largest else max_abs
     return None if rtol is not None and relative <= rtol else Differing(name, max_abs, relative)
+
+
+def _same_digest(a: Stored | Referenced, b: Stored | Referenced) -> bool:
+    """Whether two tensors are known to be equal without looking for a base, which may not be there."""
+    if isinstance(a, Stored):
+        a, b = b, a
+    if isinstance(a, Stored):
+        return False
+    if isinstance(b, Referenced):
+        return a.same_as(b) and a.dtype == b.dtype
+    return a.file_dtype == a.dtype == b.dtype and tensor_digest(b.read()) == a.sha256
 
 
 def _in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -257,6 +257,11 @@ class Lease:
             self._file = None
 
 
+def was_restarted() -> bool:
+    """Whether a launcher started this process because an earlier attempt of the same job had ended."""
+    return any(_job(os.environ)[1])
+
+
 def _job(environment: Any) -> tuple[str, list[int]]:
     """What would start this run again, by a name that stays, and the attempts so far.
 

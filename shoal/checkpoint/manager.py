@@ -152,18 +152,29 @@ class CheckpointManager:
 
     def clean(self) -> None:
         """Removes what a killed run left half-written or half-removed. Only who alone writes here may call it."""
-        leftovers = [*self.folder.glob(".step_*.part"), *self.folder.glob(".step_*.removed")]
-        for path in leftovers if self.is_main_process else ():
-            shutil.rmtree(path, ignore_errors=True)
+        if not self.is_main_process:
+            return
+        for old in self.folder.glob(".step_*.old"):  # it was about to be replaced
+            name = old.name.removeprefix(".").removesuffix(".old")
+            if not (self.folder / name).exists():
+                old.rename(self.folder / name)
+        for kind in ("part", "removed", "old"):
+            for path in self.folder.glob(f".step_*.{kind}"):
+                shutil.rmtree(path, ignore_errors=True)
 
-    def set_aside_after(self, step: int) -> None:
+    def is_own_step(self, path: Path) -> bool:
+        return bool(_STEP.match(path.name)) and path.resolve().parent == self.folder.resolve()
+
+    def set_aside_after(self, given: Path) -> None:
         """Moves the checkpoints of an abandoned continuation out of the way, without deleting them."""
         for path in self.steps() if self.is_main_process else ():
-            if _step_of(path) > step:
-                aside = self.folder / "abandoned"
-                aside.mkdir(exist_ok=True)
-                shutil.rmtree(aside / path.name, ignore_errors=True)
-                path.rename(aside / path.name)
+            if _step_of(path) > _step_of(given):
+                aside, times = self.folder / "abandoned" / path.name, 1
+                aside.parent.mkdir(exist_ok=True)
+                while aside.exists():  # gone back before
+                    times += 1
+                    aside = aside.with_name(f"{path.name}.{times}")
+                path.rename(aside)
 
     def _values(self, up_to: int | None = None) -> dict[int, float | None]:
         """The good checkpoints' values of the metric. Later ones belong to a continuation that was passed over."""
@@ -223,8 +234,13 @@ def num_bytes(state: TrainState) -> int:
     return sum(tensor.numel() * tensor.element_size() + 1000 for tensor in tensors)
 
 
-def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], None]) -> list[Path]:
-    """The checkpoints a run may go on from, best first; none means a fresh start. None of them is opened yet."""
+def find_start(
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None], restarted: bool = False
+) -> list[Path]:
+    """The checkpoints a run may go on from, best first; none means a fresh start.
+
+    `restarted`: a launcher repeats what a user wanted once, so a run that has gone back to a path goes on.
+    """
     own = manager.steps()[::-1]
     if resume == "never" and own:
         raise UserError(
@@ -234,10 +250,13 @@ def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], No
     if resume in ("never", "auto"):
         return own
     given = Path(resume)
+    if restarted and manager.is_own_step(given):
+        since = [path for path in own if _step_of(path) > _step_of(given)]
+        if any(_resumed_from(path) == resume for path in since):
+            return own
     if not given.exists():
         raise UserError(f"checkpoint.resume = {resume!r}: no such folder; give a step folder or a run folder")
-    if _STEP.match(given.name) and given.resolve().parent == manager.folder.resolve():
-        manager.set_aside_after(_step_of(given))
+    if manager.is_own_step(given):
         return [given]
     found = [given] if _STEP.match(given.name) else CheckpointManager(given).steps()[::-1]
     if not found:
@@ -246,6 +265,13 @@ def find_start(resume: str, manager: CheckpointManager, warn: Callable[[str], No
         warn(f"going on in {manager.folder.parent}; checkpoint.resume = {resume} was only its starting point")
         return own
     return found
+
+
+def _resumed_from(path: Path) -> str | None:
+    """What `checkpoint.resume` was when this was saved."""
+    with suppress(DamagedCheckpoint, UserError, LookupError, TypeError):
+        return str(open_checkpoint(path).manifest["config"]["checkpoint"]["resume"])
+    return None
 
 
 def check_same_model(

@@ -34,14 +34,18 @@ class Peers:
             result = task()
         except (OSError, WrongLayout) as caught:
             error = caught
-        errors: list[Exception | None] = [error]
-        if dist.is_initialized():
-            errors = [None] * self.size
-            dist.all_gather_object(errors, error, group=self.group)
-        for error in errors:
-            if error:
-                raise error
+        for problem in self.tell_all(error):
+            if problem:
+                raise problem
         return result
+
+    def tell_all(self, value: T) -> list[T]:
+        """All ranks' values, on every rank."""
+        if not dist.is_initialized():
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather(self, value: T) -> list[T]:
         """All ranks' values on rank 0, which alone has to hold them; nothing on the others."""

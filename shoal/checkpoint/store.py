@@ -7,6 +7,8 @@
       trainer.json           step, samples seen, counters
       manifest.json          written last: config, layout, versions, and a digest of all the rest
 
+Frozen weights that a run read from files are not in it: the manifest refers to them (base.py).
+
 Several ranks write as many files, `model-00001-of-00002.safetensors` and so on: a tensor that all of them have is in
 one of them, a sharded one in pieces, each in the file of a rank that holds it. The manifest says which piece is where.
 
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 
 import shoal
+from shoal.checkpoint.base import BaseProblem, Referenced, parse_base
 from shoal.checkpoint.boxes import Box, WrongLayout, local_box, why_not_whole
 from shoal.checkpoint.file import write_safetensors
 from shoal.checkpoint.peers import Peers
@@ -38,7 +41,8 @@ from shoal.errors import UserError
 from shoal.parallel.shards import local_part
 from shoal.types import TrainState
 
-FORMAT = 1
+FORMAT = 2
+"""Of a checkpoint that refers to a base; a shoal that knows 1 alone would load half of it. Others are of format 1."""
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 ROOMS = ("model", "optimizer", "strategy")
 ALL = Peers()
@@ -52,6 +56,9 @@ class Checkpoint:
     manifest: dict[str, Any]
     trainer: dict[str, Any]
     tensors: dict[str, Stored] = field(repr=False)
+    """What is in the folder, by room and name."""
+    base: dict[str, Referenced] = field(default_factory=dict, repr=False)
+    """Frozen weights that it refers to, by their names in the model."""
 
     @property
     def step(self) -> int:
@@ -59,21 +66,25 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """The model's tensors: name → shape."""
-        return {name: [*tensor.shape] for name, tensor in self.stored().model.items()}
+        """The model's tensors, those of the base among them: name → shape."""
+        stored = {name: [*tensor.shape] for name, tensor in self.stored().model.items()}
+        return stored | {name: [*reference.shape] for name, reference in self.base.items()}
 
     def stored(self) -> TrainState:
-        """All tensors, none of them read: each value is a `Stored`, which reads itself, whole or in part."""
+        """All tensors in the folder, none of them read: each value is a `Stored`, which reads itself or a part."""
         return self._by_room(lambda stored: stored)
 
     def read(self) -> TrainState:
-        """All tensors, whole, on the CPU."""
-        return self._by_room(lambda stored: stored.read())
+        """All tensors, whole, on the CPU, with those of the base: BaseProblem if that cannot be read."""
+        state = self._by_room(lambda stored: stored.read())
+        state.model.update({name: reference.read() for name, reference in self.base.items()})
+        return state
 
-    def checked_for(self, here: dict[str, Tensor]) -> TrainState:
+    def checked_for(self, here: dict[str, Tensor], with_base: bool = False) -> TrainState:
         """As `stored`, and everything that a rank needs which holds `here` of the model is compared with its digest.
 
-        So damage is found before anything is overwritten. An optimizer's tensor is split as its parameter is.
+        So damage is found before anything is overwritten. An optimizer's tensor is split as its parameter is. The base
+        is the caller's to look for, unless it is asked for: BaseProblem if it cannot be read.
         """
         for name, stored in self.tensors.items():
             room, _, rest = name.partition("/")
@@ -82,7 +93,19 @@ class Checkpoint:
                 stored.check(*local_box(tensor))
             else:
                 stored.check()
-        return self.stored()
+        state = self.stored()
+        for name, reference in self.base.items() if with_base else ():
+            if name in here:
+                self.check_base(reference)
+                state.model[name] = reference  # type: ignore[assignment]  # as Stored, which is no Tensor either
+        return state
+
+    def check_base(self, reference: Referenced) -> None:
+        """Reads a tensor of the base; BaseProblem if it is not what it was."""
+        try:
+            reference.check()
+        except BaseProblem as problem:
+            raise type(problem)(f"{self.folder} refers to frozen weights, and {problem}; put the file back") from None
 
     def _by_room(self, value: Callable[[Stored], Any]) -> TrainState:
         state = TrainState({}, {}, {})
@@ -212,7 +235,7 @@ def _finish(beside: Path, folder: Path, parts: list[_Part], trainer: dict[str, A
         files |= part.files
     versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT if "base" in about else 1,
         "versions": versions,
         **about,
         "files": files,
@@ -250,16 +273,19 @@ def _rooms(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Checks the manifest and everything it can without reading tensors; DamagedCheckpoint if anything is off."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        text = (folder / MANIFEST).read_text()
+        manifest = json.loads(text)
         if not isinstance(manifest, dict) or "format" not in manifest:
             raise DamagedCheckpoint(f"{folder / MANIFEST} is not a manifest")
-        if manifest["format"] != FORMAT:
-            raise UserError(
-                f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads {FORMAT}; "
-                "use the version of shoal that wrote it"
-            )
-        if manifest.pop("digest", None) != _manifest_digest(manifest):
+        # First, and in every format: a flipped bit in its number is damage too. One that means the same is in the text.
+        unaltered = text == json.dumps(manifest, indent=1)
+        if manifest.pop("digest", None) != _manifest_digest(manifest) or not unaltered:
             raise DamagedCheckpoint(f"{folder / MANIFEST} does not match its own digest")
+        if manifest["format"] not in (1, FORMAT):
+            raise UserError(
+                f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads 1 and "
+                f"{FORMAT}; use the version of shoal that wrote it"
+            )
         for file, about in manifest["files"].items():
             if Path(file).name != file:
                 raise DamagedCheckpoint(f"{folder / MANIFEST} points outside its folder: {file!r}")
@@ -269,10 +295,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         tensors = parse_tensors(manifest["tensors"], Pieces(folder, manifest["files"]), sizes)
         if strangers := [name for name in tensors if name.partition("/")[0] not in ROOMS]:
             raise DamagedCheckpoint(f"{folder / MANIFEST} has a tensor that belongs to nothing: {strangers[0]!r}")
+        base = parse_base(manifest["base"]) if "base" in manifest else {}
+        if twice := [name for name in base if f"model/{name}" in tensors]:
+            raise DamagedCheckpoint(f"{folder / MANIFEST} both has {twice[0]!r} and refers to it")
         trainer_text = (folder / TRAINER).read_bytes()
         if hashlib.sha256(trainer_text).hexdigest() != manifest["files"][TRAINER]["sha256"]:
             raise DamagedCheckpoint(f"{folder / TRAINER} does not match its digest")
-        return Checkpoint(folder, manifest, json.loads(trainer_text), tensors)
+        return Checkpoint(folder, manifest, json.loads(trainer_text), tensors, base)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from None
 

@@ -121,12 +121,10 @@ def parse_tensors(tensors: dict[str, Any], source: Pieces, sizes: dict[str, int]
     room = dict(sizes)
     stored: dict[str, Stored] = {}
     for name, about in tensors.items():
-        dtype = getattr(torch, str(about["dtype"]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} has the unknown dtype {about['dtype']!r}")
-        shape = _lengths(name, about["shape"])
+        dtype = parse_dtype(name, about["dtype"])
+        shape = parse_lengths(name, about["shape"])
         pieces = tuple(
-            Piece(piece["file"], Box(_lengths(name, piece["offset"]), _lengths(name, piece["shape"])), piece["sha256"])
+            Piece(piece["file"], Box(*(parse_lengths(name, piece[k]) for k in ("offset", "shape"))), piece["sha256"])
             for piece in about["pieces"]
         )
         if problem := why_not_whole(shape, [piece.box for piece in pieces]):
@@ -141,7 +139,14 @@ def parse_tensors(tensors: dict[str, Any], source: Pieces, sizes: dict[str, int]
     return stored
 
 
-def _lengths(name: str, numbers: Any) -> tuple[int, ...]:
+def parse_dtype(name: str, text: Any) -> torch.dtype:
+    dtype = getattr(torch, str(text), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has the unknown dtype {text!r}")
+    return dtype
+
+
+def parse_lengths(name: str, numbers: Any) -> tuple[int, ...]:
     whole = len(numbers) <= 64 and all(type(number) is int and number >= 0 for number in numbers)  # torch's most
     if not whole or prod(number or 1 for number in numbers) > LARGEST:
         raise ValueError(f"{name} has the impossible shape or offset {numbers!r:.100}")

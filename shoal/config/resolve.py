@@ -96,6 +96,8 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     recipe_config = _validate(
         recipe_type.Config, own, sources, extra_keys={"dataset": sorted(LoaderConfig.model_fields)}
     )
+    if config.distributed.strategy == "3d" and config.distributed.mesh is not None:
+        recipe_type(recipe_config).check_mesh(config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
 
 

@@ -245,22 +245,109 @@ class FSDPConfig(Section):
         return self
 
 
-class MeshConfig(Section):
-    """How many ranks lie along each dimension; -1 is what is left of the world."""
+def _a_stage(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("stage 0 splits nothing, which is distributed.strategy: ddp; use that, or 1, 2 or 3")
+    return value
 
+
+Stage = Annotated[Literal[0, 1, 2, 3] | None, AfterValidator(_a_stage)]
+Offload = Literal["none", "cpu"]
+
+
+class DeepSpeedConfig(Section):
+    zero_stage: Stage = None
+    """What ranks split: 1 the optimizer, 2 the gradients too, 3 the weights too. 2 unless given."""
+    offload_optimizer: Offload = "none"
+    """`cpu`: keep optimizer and fp32 weights in the host's memory, and step there."""
+    offload_parameters: Offload = "none"
+    """`cpu`: keep weights in the host's memory while they are not computed with; stage 3."""
+    overlap_comm: bool | None = None
+    """Send gradients while the backward goes on. Unless given: under stage 3 on GPUs."""
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they come."""
+    reduce_bucket_size: Positive | None = None
+    """Elements of gradients that are summed at once. Unless given: 25 MB of them, or a twentieth of all if that is
+    more."""
+    allgather_bucket_size: Positive = 500_000_000
+    """Elements of weights that are gathered at once after a step of stage 1 or 2."""
+    sub_group_size: Positive = 1_000_000_000
+    """Elements that the optimizer steps at once; stage 3."""
+    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    """Elements of weights that are asked for ahead."""
+    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    """Parameters with at most so many elements stay whole on every rank, too."""
+    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
+    """Elements that may be gathered at any moment."""
+    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    """Weights that are used again within so many elements stay gathered."""
+    cpu_checkpointing: bool = False
+    """Keep what goes into a block that is recomputed in the host's memory; with `training.activation_checkpointing`."""
+    config_file: str | None = None
+    """A DeepSpeed JSON instead of the keys above. What it says `auto` for comes from the run."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> DeepSpeedConfig:
+        given = {key: value for key, value in self if value != type(self).model_fields[key].default}
+        if self.config_file is not None and len(given) > 1:
+            key = next(key for key in given if key != "config_file")
+            raise ValueError(
+                f"config_file = {self.config_file!r} and {key} = {given[key]!r} both say what DeepSpeed does; put it "
+                "into the JSON or leave the JSON out"
+            )
+        return self
+
+    @property
+    def stage(self) -> int:
+        return self.zero_stage or 2
+
+
+class MeshConfig(Section):
+    """How many ranks lie along each dimension, outermost first; -1 is what is left of the world."""
+
+    pp: Side = 1
+    """Pipeline: stages, each with some of the layers."""
     dp_replicate: Side = 1
+    """Replicas, each with its share of the batch."""
     dp_shard: Side = -1
+    """Shards: the same, but each rank keeps only its part of the weights and gathers the rest while it computes."""
+    cp: Side = 1
+    """Context: parts of every sequence."""
+    tp: Side = 1
+    """Tensor: parts of every layer. Innermost, because it exchanges most."""
+
+
+class TensorConfig(Section):
+    sequence_parallel: bool = False
+    """Between the layers that tensor parallelism cuts, keep each token on one of its ranks: less memory, the same
+    amount to exchange."""
+
+
+class PipelineConfig(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
+    """In which order a rank runs forwards and backwards: all forwards first, one of each in turn, the same with two
+    stages per rank, or those with backwards in two halves so that nobody waits (zero bubble, V-shaped)."""
 
 
 class DistributedConfig(Section):
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """`auto` is `single` for one process and `ddp` for several."""
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed", "3d"] = "auto"
+    """`auto` is `single` for one process and `ddp` for several; `3d` is any product that `mesh` says."""
     mesh: MeshConfig | None = None
-    """For `fsdp`'s HYBRID_SHARD: replicas × shards."""
+    """For `3d`, and for `fsdp`'s HYBRID_SHARD: replicas × shards."""
     ddp: DDPConfig = DDPConfig()
     """The options of torch's DistributedDataParallel."""
     fsdp: FSDPConfig = FSDPConfig()
     """The options of torch's fully_shard, by the names that FSDP gave them."""
+    tensor: TensorConfig = TensorConfig()
+    """How `3d` is tensor parallel."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How `3d` is a pipeline."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """The options of DeepSpeed's ZeRO, by the names that it gave them."""
+    zero_stage: Stage = None
+    """Short for `deepspeed.zero_stage`."""
+    offload: Literal["none", "optimizer", "all"] | None = None
+    """Short for `deepspeed.offload_optimizer: cpu`; `all` is for `deepspeed.offload_parameters: cpu`, too."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What processes talk through: NCCL between GPUs and gloo elsewhere. Ranks that share a GPU need `gloo`."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -270,6 +357,40 @@ class DistributedConfig(Section):
     """The same until all ranks have taken their first step: models are loaded and compiled."""
     desync_steps: Positive | None = 100
     """Every so many steps, compare replicas and the samples they took over ranks; `null` for never."""
+
+    @property
+    def zero(self) -> DeepSpeedConfig:
+        """`deepspeed` with what the short forms say."""
+        long = self.deepspeed.model_dump()
+        short: dict[str, Any] = {}
+        if self.zero_stage is not None:
+            short["zero_stage"] = self.zero_stage
+        if self.offload is not None:
+            short["offload_optimizer"] = "none" if self.offload == "none" else "cpu"
+            short["offload_parameters"] = "cpu" if self.offload == "all" else "none"
+        return DeepSpeedConfig(**{**long, **short})
+
+    @model_validator(mode="after")
+    def _one_zero(self) -> DistributedConfig:
+        if self.strategy != "deepspeed":
+            return self
+        for key in ("zero_stage", "offload"):
+            if self.deepspeed.config_file is not None and getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} and deepspeed.config_file = {self.deepspeed.config_file!r} both say "
+                    "what DeepSpeed does; put it into the JSON or leave the JSON out"
+                )
+        for key, value in self.zero:
+            default = DeepSpeedConfig.model_fields[key].default
+            if (long := getattr(self.deepspeed, key)) not in (default, value):
+                raise ValueError(f"deepspeed.{key} = {long}, but its short form says {value}; set one of them to null")
+        stage, host = self.zero.stage, self.zero.offload_parameters
+        if stage < 3 and host != "none":
+            raise ValueError(
+                f"deepspeed.offload_parameters = {host}, but ZeRO stage {stage} keeps all weights on every device; "
+                "use zero_stage: 3, or offload the optimizer alone"
+            )
+        return self
 
 
 class LaunchConfig(Section):

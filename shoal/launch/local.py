@@ -72,7 +72,7 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
             except ChildFailedError as failed:
                 exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         codes = {*exit_codes.values()}
-        if codes <= {-signal.SIGINT, -signal.SIGTERM}:  # before there was anything to save
+        if codes <= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}:  # before there was anything to save
             codes = {128 - code for code in codes}
         if stopped := STOPPED & codes:
             return min(stopped)

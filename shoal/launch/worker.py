@@ -41,9 +41,9 @@ def among_others(run: Run, world: World) -> Iterator[None]:
     if world.board.check([ENDING]):
         os._exit(int(world.board.get(ENDING)))
     path, manager = log_path(run, world.rank), CheckpointManager(run.config.output_dir)
-    saved_before = manager.steps()
     processes.terminal = terminal = os.dup(2)
     try:
+        saved_before = manager.steps()
         with _log(path, run) as log:
             if world.rank > 0:
                 os.dup2(log, 1)
@@ -51,7 +51,7 @@ def among_others(run: Run, world: World) -> Iterator[None]:
             yield
             _leave_after_rank_0(world)
     except Exception as error:
-        by_user = isinstance(error, UserError)
+        by_user = isinstance(error, UserError | PermissionError)
         show_traceback = not by_user or "--debug" in sys.argv
         text = traceback.format_exc() if show_traceback else f"shoal: error: {error}\n"
         with suppress(OSError), path.open("a") as file:

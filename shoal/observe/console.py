@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config.schema import ConsoleMode
+from shoal.observe.patient import PatientFile
 
 _REDRAW_SECONDS = 0.25
 
@@ -33,7 +35,7 @@ class Console:
         first_step: int,
         total_steps: int,
         file: TextIO | None = None,
-        copy: TextIO | None = None,
+        copy: TextIO | PatientFile | None = None,
     ):
         self._file, self._copy = file or sys.stdout, copy
         if mode == "auto":
@@ -81,7 +83,8 @@ class Console:
         if self._live:
             self._terminal.print(text, markup=False, highlight=False)
         elif self._mode == "plain":
-            print(text, file=self._file, flush=True)
+            with suppress(OSError):  # it goes to a file on a full disk, or nobody reads it any more
+                print(text, file=self._file, flush=True)
 
     def close(self) -> None:
         if self._live:

@@ -68,7 +68,18 @@ def flop_counter() -> FlopCounterMode:
     backwards = [getattr(aten, f"_scaled_dot_product_{kind}_backward", None) for kind in _ATTENTIONS]
     formulas = dict.fromkeys(filter(None, forwards), _attention_flops)
     formulas |= dict.fromkeys(filter(None, backwards), _attention_backward_flops)
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+class _NoModules:
+    """Instead of telling modules apart, by hooks that a backward in halves cannot run."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 _ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")

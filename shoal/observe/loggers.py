@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError
+from shoal.observe.patient import PatientFile
 
 _warnings = logging.getLogger(__name__)
 
@@ -80,10 +82,15 @@ def open_loggers(
     if config.mlflow:
         service = MlflowConfig() if config.mlflow is True else config.mlflow
         loggers.append(MlflowLogger(service, output_dir, name, settings, resume_step))
-    if config.jsonl:
-        loggers.append(JsonlLogger(output_dir, resume_step, evaluates_again))
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(output_dir, resume_step))
+    try:
+        if config.jsonl:
+            loggers.append(JsonlLogger(output_dir, resume_step, evaluates_again))
+        if config.tensorboard:
+            loggers.append(TensorBoardLogger(output_dir, resume_step, evaluates_again))
+    except OSError as error:
+        raise UserError(
+            f"experiment.output_dir = {str(output_dir)!r}: its log cannot be written: {error.strerror}"
+        ) from None
     return Loggers(loggers)
 
 
@@ -102,7 +109,7 @@ class JsonlLogger:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = PatientFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
@@ -134,24 +141,74 @@ def _lines_up_to(step: int, evaluates_again: bool, path: Path) -> Iterator[str]:
 
 
 class TensorBoardLogger:
-    def __init__(self, output_dir: Path, resume_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # Readers hide events of older files at or after `purge_step`; 0 hides all of an earlier run.
-        purge_step = resume_step + 1 if resume_step else 0
-        self._writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step)
+        folder = output_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(folder.glob("*tfevents*"))
+        for path in files:
+            _forget_after(resume_step, evaluates_again, path)
+        # Readers take the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{len(files)}"
+        self._records = RecordWriter(PatientFile(folder / name))
+        # Whoever is looking just now forgets what it has read from this step on; 0 is all of an earlier run.
+        step = resume_step + 1 if resume_step else 0
+        self._write(0, file_version="brain.Event:2")
+        self._write(step, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a thread writes: wait, so that a step is on disk before its checkpoint is
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step, summary=Summary(value=values))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        self._writer.add_text(tag, text, step)
-        self._writer.flush()
+        from torch.utils.tensorboard.summary import text as summary_of
+
+        self._write(step, summary=summary_of(tag, text))
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        """At once, so that a step is on the disk before its checkpoint is."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
+        self._records.flush()
+
+
+def _forget_after(step: int, evaluates_again: bool, path: Path) -> None:
+    """Takes what is redone out of an event file, and what a process that was killed had half written.
+
+    `purge_step` alone is not enough: not every reader knows it, and none applies it to texts.
+    """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    data = path.read_bytes()
+    kept: list[bytes] = []
+    start = 0
+    try:
+        while start + 16 <= len(data):  # a length, its digest, the event, its digest
+            end = start + 16 + int.from_bytes(data[start : start + 8], "little")
+            if end > len(data):
+                break
+            event = Event.FromString(data[start + 12 : end - 4])
+            train = all(value.tag.startswith("train/") for value in event.summary.value)
+            redone = event.step > step or (evaluates_again and event.step == step and not train)
+            if not (event.HasField("summary") and redone):
+                kept.append(data[start:end])
+            start = end
+    except DecodeError:  # not ours; readers will stop there too
+        return
+    whole = b"".join(kept)
+    if kept and whole != data:
+        beside = path.with_name("rewritten")
+        beside.write_bytes(whole)
+        beside.replace(path)
 
 
 class WandbLogger:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.parallel.tensor import TensorParallel, local
 from shoal.types import IGNORED, ParallelPlan
 
 Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Tensor, Tensor | None]]
@@ -23,7 +26,15 @@ Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Te
 class ChunkedHead:
     """Takes the place of a head's `forward`. Inside of `scoring` the head returns the loss, elsewhere its logits."""
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, chunks: int, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        chunks: int,
+        compiled: bool = False,
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        """`tensor` has ranks that each make the logits of some tokens."""
         if plan.head is None:
             raise UserError(
                 f"training.loss_chunks = {chunks}, but the recipe's plan names no head to make logits of some tokens "
@@ -40,6 +51,7 @@ class ChunkedHead:
         """How often the head returned a loss: proof that it engaged."""
         self._chunks = chunks
         self._score: Scoring = torch.compile(_score) if compiled else _score
+        self._tensor = tensor
         self._labels: Tensor | None = None
         self._scale: Tensor | None = None
         self._logits = module.forward
@@ -67,11 +79,17 @@ class ChunkedHead:
     def _loss(self, hidden: Tensor, *weights: Tensor) -> Tensor:
         assert self._labels is not None
         self.num_scored += 1
-        bias = None
+        bias, score = None, self._score
         if self._linear is not None:
-            weight, bias = self._linear.weight.mT, self._linear.bias
+            whole: Any = self._linear.weight
+            vocabulary, weight, bias = len(whole), local(whole).mT, local(self._linear.bias)
         else:
-            (weight,) = weights
+            vocabulary = weights[0].shape[-1]
+            weight = local(weights[0])
+        if self._tensor is not None:
+            hidden = self._tensor.enter(hidden)
+            first = self._tensor.rank * -(-vocabulary // self._tensor.size)
+            score = partial(_score_part, group=self._tensor.group, first=first)
         hidden, labels = hidden.flatten(0, -2), self._labels.flatten()
         if len(hidden) != len(labels):
             raise UserError(
@@ -80,7 +98,7 @@ class ChunkedHead:
             )
         # Under no_grad parameters still say that they require a gradient.
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, self._scale, self._chunks, wanted, self._score)
+        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, self._scale, self._chunks, wanted, score)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -164,6 +182,34 @@ def _score(
         return loss, None
     weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
     # By comparing and not by writing at the labels: that could not be fused, and is refused by deterministic GPUs.
+    right = torch.arange(logits.shape[-1], device=logits.device) == chosen
+    return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+
+
+def _score_part(
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    group: dist.ProcessGroup,
+    first: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The same where the logits are those of the tokens from `first` on, and other ranks have the others."""
+    logits = logits.float()
+    counted = labels != IGNORED
+    chosen = (labels - first)[:, None]
+    own = counted[:, None] & (chosen >= 0) & (chosen < logits.shape[-1])
+    highest = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    picked = logits.gather(-1, chosen.where(own, 0)).where(own, 0)
+    sums = torch.stack(((logits - highest).exp().sum(-1, keepdim=True), picked))
+    dist.all_reduce(sums, group=group)
+    normaliser = highest + sums[0].log()
+    loss = (normaliser - sums[1])[:, 0].where(counted, 0).sum()
+    if dtype is None:
+        return loss, None
+    weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
     right = torch.arange(logits.shape[-1], device=logits.device) == chosen
     return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
 

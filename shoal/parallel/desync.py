@@ -25,7 +25,7 @@ def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
     Names the first rank and tensor that differ.
     """
     names = list(named)
-    own = torch.stack([_hash(local_part(tensor)) for tensor in named.values()])
+    own = torch.stack([fingerprint(local_part(tensor)) for tensor in named.values()])
     told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(told, own, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -54,6 +54,14 @@ def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[
         raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {len(missing) - 1} others of this step")
 
 
-def _hash(tensor: Tensor) -> Tensor:
-    """The sum of the bits, read as integers: one pass, no copy."""
-    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The sum of the bits, read as integers: one pass, and no copy unless it lies oddly.
+
+    Eight bytes at a time where it has so many: a CPU takes ten times as long to widen smaller ones.
+    """
+    flat = tensor.contiguous().view(-1)
+    if flat.nbytes % 8:
+        return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64).sum()

@@ -11,12 +11,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from shoal.torch_private import shape_and_offset
+from shoal.torch_private import StridedShard, shape_and_offset
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, the same memory; all of it if it is not sharded."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Of the logical tensor. A parameter that ZeRO-3 has partitioned is empty, and says its shape elsewhere."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def slices(tensor: Tensor) -> list[slice]:
@@ -93,7 +98,7 @@ def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    cut = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    cut = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard | StridedShard)]
     return tuple(mesh.get_group(side) for side in cut if mesh.size(side) > 1)
 
 

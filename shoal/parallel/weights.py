@@ -83,6 +83,8 @@ def materialise(
     if parameters_on:
         move_buffers(model, device)
     if weights.kind == "files":
+        if weights.reset:
+            _Draw(model, seed, weights.reset, _not_in_files(model, weights, targets))(model)
         _read(model, weights)
     elif targets:
         _Draw(model, seed, weights.reset, targets)(model)
@@ -178,12 +180,25 @@ def _check_files(model: nn.Module, weights: Weights) -> str:
         for tensor, names in _stored_tensors(model):
             known.update(names)
             name = next((name for name in names if name in stored), None)
-            if name is None and id(tensor) in parameters:
+            drawn = weights.reset is not None and tensor.requires_grad
+            if name is None and id(tensor) in parameters and not drawn:
                 raise UserError(f"{where} has no tensor {names[0]!r} (it has {', '.join(sorted(stored)[:3])}, …)")
             if name is not None and (shape := stored[name].get_slice(name).get_shape()) != [*tensor.shape]:
                 raise UserError(f"{where}: {name} has shape {shape}, but the model's is {[*tensor.shape]}")
         unused = sorted(stored.keys() - known)
     return f"{len(unused)} tensors in them are not the model's: {', '.join(unused[:3])}" if unused else ""
+
+
+def _not_in_files(model: nn.Module, weights: Weights, targets: dict[int, nn.Parameter]) -> dict[int, nn.Parameter]:
+    """What has to be drawn: all parameters of modules with one that no file has; a reset may draw them together."""
+    with ExitStack() as files:
+        stored = _open_files(weights.files, files)
+        lacking = {id(tensor) for tensor, names in _stored_tensors(model) if not stored.keys() & set(names)}
+    drawn: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        own = {id(p): p for p in module._parameters.values() if p is not None and id(p) in targets}
+        drawn |= own if own.keys() & lacking else {}
+    return drawn
 
 
 def _open_files(paths: tuple[Path, ...], files: ExitStack) -> dict[str, Any]:

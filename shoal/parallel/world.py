@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -115,7 +116,8 @@ class World:
             task()
             self.store.set(done, "yes")
         else:
-            self.store.wait([done], timedelta(days=1))
+            while not self.store.check([done]):  # torch's `wait` would not hear a signal
+                time.sleep(0.05)
 
     def leave(self) -> None:
         if dist.is_initialized():

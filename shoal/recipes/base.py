@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -81,6 +82,19 @@ class Recipe:
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """How the model may be cut; by default its longest list of like modules are the blocks."""
         return ParallelPlan.derive(model)
+
+    def split_sequence(self, batch: Any, index: int, parts: int) -> Any:
+        """The batch with the `index`-th of so many equal parts of every sequence, which says what positions those are.
+
+        Context and sequence parallelism ask for it; with one part it is the whole, with its positions.
+        """
+        raise UserError(
+            f"recipe {type(self).__name__} does not say how to split a sequence (split_sequence), which "
+            "distributed.mesh.cp and distributed.tensor.sequence_parallel need"
+        )
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """Refuses what the model cannot be cut into, as far as it can be known without building it."""
 
     def preview(self, model: nn.Module) -> str | None:
         """Something to look at after an evaluation, such as a generated text. Called on every rank."""

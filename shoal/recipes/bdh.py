@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 from torch import Tensor, nn
 
 from shoal.data import TextDataset
+from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.recipes.base import token_loss
 from shoal.recipes.text import TextRecipe
-from shoal.types import ParallelPlan
+from shoal.types import ParallelPlan, TensorStyle
 
 
 class BDHRecipe(TextRecipe):
@@ -36,7 +38,29 @@ class BDHRecipe(TextRecipe):
         return token_loss(logits, batch["labels"])
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        return ParallelPlan(blocks=tuple(f"levels.{i}" for i in range(self.config.model.n_layer)), head="head")
+        shared: dict[str, TensorStyle] = {
+            "encoder": 0,
+            "encoder_v": 0,
+            "decoder": 0,
+            "embed": "vocabulary",
+            "lm_head": "vocabulary",
+            "head": "vocabulary",
+            "levels.*.heads": "sum",
+        }
+        blocks = tuple(f"levels.{i}" for i in range(self.config.model.n_layer))
+        return ParallelPlan(blocks=blocks, head="head", tensor=shared)
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        heads, tp = self.config.model.n_head, sizes.get("tp", 1)
+        if tp > 1 and heads % tp:
+            raise UserError(f"distributed.mesh.tp = {tp} does not divide model.n_head = {heads}")
+        if sizes.get("pp", 1) > 1:
+            raise UserError(
+                f"distributed.mesh.pp = {sizes['pp']}, but all levels of a BDH share their weights, so there are no "
+                "stages to keep apart; use tp or fsdp"
+            )
+        if sizes.get("cp", 1) > 1:
+            raise UserError(f"distributed.mesh.cp = {sizes['cp']} is not for BDH, whose attention has no heads to swap")
 
     def preview(self, model: nn.Module) -> str:
         """How the model goes on from the first words it was not trained on."""

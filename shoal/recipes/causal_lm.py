@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from shoal.data import TextDataset
 from shoal.data.hub import hub, snapshot
 from shoal.errors import UserError
+from shoal.models.causal_attention import use_causal_attention
 from shoal.recipes.base import token_loss
 from shoal.recipes.text import TextRecipe
-from shoal.types import ParallelPlan, Weights
+from shoal.types import ParallelPlan, TensorStyle, Weights
 
 PREVIEW_TOKENS = 240
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -153,6 +154,8 @@ class CausalLMRecipe(TextRecipe):
             )
         if section.name is not None:
             _check_names(model, section.name, self.files)
+        if section.attn_implementation is None:
+            use_causal_attention(model)
         return model
 
     def weights(self) -> Weights:
@@ -161,7 +164,16 @@ class CausalLMRecipe(TextRecipe):
         return Weights("files", files=self.files)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        return {"input_ids": batch["input_ids"], "use_cache": False}
+        positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+        return {"input_ids": batch["input_ids"], "use_cache": False, **positions}
+
+    def split_sequence(self, batch: dict[str, Tensor], index: int, parts: int) -> dict[str, Tensor]:
+        length = batch["input_ids"].shape[1]
+        if length % parts:
+            raise UserError(f"distributed.mesh.cp = {parts} does not divide sequences of {length} tokens")
+        part = slice(index * length // parts, (index + 1) * length // parts)
+        positions = torch.arange(length, device=batch["input_ids"].device)[None, part]
+        return {**{key: batch[key][:, part] for key in ("input_ids", "labels")}, "position_ids": positions}
 
     def loss(self, output: Any, batch: dict[str, Tensor]) -> Tensor:
         return token_loss(output.logits, batch["labels"])
@@ -170,7 +182,29 @@ class CausalLMRecipe(TextRecipe):
         blocks = tuple(_blocks(model)) or super().parallel_plan(model).blocks
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         embed = next((name for name, module in model.named_modules() if module is embedding), None)
-        return ParallelPlan(blocks=blocks, embed=embed, head=_head(model))
+        head = _head(model)
+        order = _order(model, blocks)
+        tensor = _tensor_styles(model, blocks, head)
+        return ParallelPlan(blocks, embed, head, order, "input_ids" if order else None, tensor)
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """Before a model from the Hub is there, only what is in the config is known."""
+        if self.config.model.config is None:
+            return
+        config = _make_config(self.config.model.config).get_text_config()
+        tp, cp, pp = (sizes.get(side, 1) for side in ("tp", "cp", "pp"))
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, key, None)
+            for side, ranks in (("tp", tp), ("tp × cp", tp * cp)):
+                if heads and heads % ranks:
+                    raise UserError(f"distributed.mesh: {side} = {ranks} does not divide model.config.{key} = {heads}")
+        if pp > config.num_hidden_layers:
+            raise UserError(
+                f"distributed.mesh.pp = {pp} is more than model.config.num_hidden_layers = {config.num_hidden_layers}"
+            )
+        length = self.config.dataset.seq_length
+        if length % cp:
+            raise UserError(f"distributed.mesh.cp = {cp} does not divide dataset.seq_length = {length}")
 
     def preview(self, model: nn.Module) -> str:
         """How the model goes on from the first words it was not trained on.
@@ -358,6 +392,59 @@ def _blocks(model: nn.Module) -> Iterator[str]:
         inside = last and name.startswith(f"{last}.")
         if type(module).__name__ in kinds and name.rpartition(".")[2].isdigit() and not inside:
             yield (last := name)
+
+
+# What transformers calls the styles that both sides of a cut have.
+_STYLES: dict[str, TensorStyle] = {"colwise": "column", "rowwise": "row"}
+# The embedding and the head are shared together or not at all; norms inside a region are found by themselves.
+_LEFT_ALONE = ("embedding_rowwise", "replicated_with_grad_allreduce")
+
+
+def _tensor_styles(model: Any, blocks: Sequence[str], head: str | None) -> dict[str, TensorStyle]:
+    """From the model's own plan; empty where that has a style which is none of ours, such as for experts."""
+    styles: dict[str, TensorStyle] = {}
+    output = _name_of(model, model.get_output_embeddings())
+    for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
+        if style in _STYLES:
+            styles[pattern] = _STYLES[style]
+        elif style not in _LEFT_ALONE and pattern != output:
+            return {}
+    if "column" not in styles.values() or not blocks:
+        return {}
+    # A layer whose inputs are columns and whose output is a row works on parts in between.
+    owners = {style: {p.rpartition(".")[0] for p, s in styles.items() if s == style} for style in ("column", "row")}
+    styles |= dict.fromkeys(owners["column"] & owners["row"], "region")
+    embed = _name_of(model, model.get_input_embeddings())
+    if head is None or embed is None:
+        return styles
+    styles |= {embed: "vocabulary", head: "vocabulary"}
+    known = {name for name, _ in model.named_modules() if any(_is(name, pattern) for pattern in styles)}
+    for name, module in model.named_modules():
+        inside = any(name == other or name.startswith(f"{other}.") for other in known)
+        if next(module.parameters(recurse=False), None) is not None and not inside:
+            styles[name] = "sequence"  # norms
+    return styles
+
+
+def _is(name: str, pattern: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _order(model: Any, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Embedding, layers, norm and head, as the model's own plan has them."""
+    names = list(getattr(model, "pp_plan", None) or {})
+    lists = {name.rpartition(".")[0] for name in blocks}
+    if len(lists) != 1 or not lists <= set(names):
+        return ()
+    embed = _name_of(model, model.get_input_embeddings())
+    head = _name_of(model, model.get_output_embeddings())
+    middle = [name for name in names if name not in (embed, head)]
+    order = [embed, *(part for name in middle for part in (blocks if name in lists else (name,))), head]
+    return tuple(name for name in order if name is not None)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is wanted), None)
 
 
 def _head(model: Any) -> str | None:

@@ -3,13 +3,26 @@
 from typing import Any
 
 from shoal.config.schema import Config
+from shoal.errors import UserError
 from shoal.parallel.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.ddp import DDPStrategy
+from shoal.strategies.deepspeed import DeepSpeedStrategy
 from shoal.strategies.fsdp import FSDPStrategy
+from shoal.strategies.mesh import MeshStrategy, ThreeDParallelism
 from shoal.strategies.single import SingleStrategy
 
-__all__ = ["DDPStrategy", "DistributedStrategy", "FSDPStrategy", "Objective", "SingleStrategy", "from_config"]
+__all__ = [
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "DistributedStrategy",
+    "FSDPStrategy",
+    "MeshStrategy",
+    "Objective",
+    "SingleStrategy",
+    "ThreeDParallelism",
+    "from_config",
+]
 
 
 def from_config(config: Config) -> DistributedStrategy:
@@ -32,8 +45,18 @@ def from_config(config: Config) -> DistributedStrategy:
         name = "ddp" if World.from_environment().size > 1 else "single"
     if name == "single":
         return SingleStrategy(**common)
-    if name == "fsdp":
+    if name in ("fsdp", "3d"):
         mesh = distributed.mesh.model_dump() if distributed.mesh else None
         always_so = {"backward_prefetch", "limit_all_gathers"}
-        return FSDPStrategy(**common, mesh=mesh, **distributed.fsdp.model_dump(exclude=always_so))
+        options = distributed.fsdp.model_dump(exclude=always_so)
+        if name == "fsdp":
+            return FSDPStrategy(**common, mesh=mesh, **options)
+        if mesh is None:
+            raise UserError("distributed.strategy = 3d needs distributed.mesh, such as {pp: 2, dp_shard: -1, tp: 2}")
+        tensor, schedule = distributed.tensor.model_dump(), distributed.pipeline.schedule
+        return MeshStrategy(**common, mesh=mesh, schedule=schedule, **tensor, **options)
+    if name == "deepspeed":
+        options = distributed.zero.model_dump()
+        stage, file = options.pop("zero_stage"), options.pop("config_file")
+        return DeepSpeedStrategy(**common, stage=stage, config=file, training=training, **options)
     return DDPStrategy(**common, **distributed.ddp.model_dump())

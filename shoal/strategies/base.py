@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.foreign import about_names
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.config.mesh import coordinates, data_rank, data_size
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
 from shoal.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -25,8 +27,9 @@ from shoal.parallel.chunked_loss import ChunkedHead
 from shoal.parallel.compile import apply_compile
 from shoal.parallel.float8 import apply_float8
 from shoal.parallel.loss_scale import LossScale
-from shoal.parallel.mesh import build_mesh, data_size
+from shoal.parallel.mesh import build_mesh
 from shoal.parallel.precision import autocast, check_precision
+from shoal.parallel.shards import local_part
 from shoal.parallel.weights import DRAWN, materialise
 from shoal.parallel.world import World, choose_backend
 from shoal.seeding import SampleRng, mix
@@ -49,6 +52,7 @@ class Objective(Protocol):
     def inputs(self, batch: Any) -> dict[str, Any]: ...
     def count(self, batch: Any) -> Tensor | int: ...
     def loss(self, output: Any, batch: Any) -> Tensor: ...
+    def split_sequence(self, batch: Any, index: int, parts: int) -> Any: ...
 
 
 class DistributedStrategy:
@@ -57,10 +61,24 @@ class DistributedStrategy:
     name: ClassVar[str]
     mesh: DeviceMesh | None = None
     engine: nn.Module
+    data_groups: Sequence[dist.ProcessGroup | None]
+    """A sum over these, one after another, is the sum over all slices of a batch; None is all ranks."""
+    draws_as: tuple[int, ...]
+    """Ranks for which this is the same draw the same, such as where to drop."""
     keeps_gradients = False
     """Whether gradients live in buffers of the engine's and are zeroed instead of freed."""
     needs_mesh = False
     """Whether it takes a process group also on one process."""
+    backs_plainly = True
+    """Whether a loss of the plain model may be backed through as in plain torch."""
+
+    @property
+    def calls_plainly(self) -> bool:
+        """Whether a rank can call the model by itself."""
+        return True
+
+    idle: Mapping[str, str] = MappingProxyType({})
+    """Keys of its own that have no effect, and why; for the report."""
 
     def __init__(
         self,
@@ -79,7 +97,11 @@ class DistributedStrategy:
         self.world = world = World.from_environment()
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_main_process = world.rank == 0
-        self.data_rank, self.data_size = world.rank, data_size(self.mesh_sizes())
+        sizes = self.mesh_sizes()
+        self.place_on_mesh = coordinates(world.rank, sizes)
+        self.data_rank, self.data_size = data_rank(self.place_on_mesh, sizes), data_size(sizes)
+        self.data_groups = (None,) if self.data_size > 1 else ()
+        self.draws_as = (self.data_rank,)
         self.device = find_device(device, self.world.local_rank)
         self.precision, self.compile, self.seed = mixed_precision, compile, seed
         if isinstance(activation_checkpointing, str):
@@ -119,10 +141,13 @@ class DistributedStrategy:
             torch.backends.cudnn.benchmark = False
         if self.world.size > 1 or self.needs_mesh:
             self.world.join(self.device, self.backend, self._timeout_seconds)
-            self.mesh = build_mesh(self.device.type, **self.mesh_sizes())
-            seconds = max(self._timeout_seconds, self.world.least_timeout_seconds)
-            for group in self.mesh.get_all_groups():
-                set_group_timeout(group, seconds)
+            self.mesh = self._build_mesh(self.mesh_sizes())
+
+    def _build_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
+        mesh = build_mesh(self.device.type, **sizes)
+        for group in mesh.get_all_groups():
+            set_group_timeout(group, max(self._timeout_seconds, self.world.least_timeout_seconds))
+        return mesh
 
     def teardown(self) -> None:
         self.world.leave()
@@ -152,20 +177,29 @@ class DistributedStrategy:
 
         The engine that computes it in this layout, such as DDP's wrapper, stays in here.
         """
-        self._transform(model, plan)
+        plan = self._transform(model, plan)
         self.engine = self.place(model, plan, weights)
         return model, build_optimizer(model)
 
-    def _transform(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """What is done to a model before it is spread, in the order in which it has to be."""
+    def _transform(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """What is done to a model before it is spread, in the order in which it has to be; and the plan of the rest."""
         if self.precision == "fp8":
             self.float8_layers = apply_float8(model, plan)
-        self.chunked_head = None
-        if self.loss_chunks > 1:
-            self.chunked_head = ChunkedHead(model, plan, self.loss_chunks, compiled=self.compile)
+        plan = self.divide(model, plan)
+        self.chunked_head = self.chunk_head(model, plan)
         self.checkpointed_modules = apply_activation_checkpointing(model, plan, self.activation_checkpointing)
         if self.compile:
             self.compiled_modules = apply_compile(model, plan)
+        return plan
+
+    def divide(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Takes away what other ranks compute, where a layout divides the model itself; the plan of what is left."""
+        return plan
+
+    def chunk_head(self, model: nn.Module, plan: ParallelPlan) -> ChunkedHead | None:
+        if self.loss_chunks == 1:
+            return None
+        return ChunkedHead(model, plan, self.loss_chunks, compiled=self.compile)
 
     def place(self, model: nn.Module, plan: ParallelPlan, weights: Weights) -> nn.Module:
         """The engine: the model spread as this layout has it, with its weights."""
@@ -183,18 +217,27 @@ class DistributedStrategy:
         batches = [self.ready(micro, recipe) for micro in micro_batches]
         count = self.reduce(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = (self.loss_scale.scale if self.loss_scale else 1.0) / count.clamp(min=1)
+        scales = [per_count * micro.weight for micro in micro_batches]
+        losses = self.run_micro_batches(batches, scales, recipe, step)
+        return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)
+
+    def run_micro_batches(
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+    ) -> list[Tensor]:
+        """Forward and backward of all of them; what each is backed through with is its scale."""
         losses = []
-        for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
+        for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
             self._seed_generators(step, index)
-            scale = per_count * micro.weight
             with self.accumulate(self.engine, last=index == len(batches) - 1):
                 with self.autocast(), self.scoring(batch, scale):
-                    loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
-                if loss.ndim:
-                    raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
-                loss.backward(scale)  # as if the loss were multiplied by it, for fewer operations
+                    loss = check_loss(recipe.loss(self.engine(**recipe.inputs(batch)), batch))
+                self.back(loss, scale)
             losses.append(loss.detach().float())
-        return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)
+        return losses
+
+    def back(self, loss: Tensor, scale: Tensor) -> None:
+        """Through a micro-batch's loss times `scale`."""
+        loss.backward(scale)  # for fewer operations than multiplying
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
@@ -232,6 +275,14 @@ class DistributedStrategy:
         """Of the whole gradient, equal on all ranks."""
         return get_total_norm(gradients)
 
+    def named_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """After a backward, those that are there; whole, or laid out as their parameters are."""
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        """What this rank holds of all weights."""
+        return sum(local_part(parameter).nbytes for parameter in model.parameters())
+
     def zero_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
@@ -242,18 +293,31 @@ class DistributedStrategy:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
         batches = [self.ready(micro, recipe) for micro in micro_batches]
+        losses = self.score_micro_batches(model, batches, recipe)
+        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
+        return StepOutput(self.reduce(self._sum(losses, micro_batches)), self.reduce(count))
+
+    def score_micro_batches(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         losses = []
         for index, batch in enumerate(batches):
             self._seed_generators("eval", index)
             with self.autocast(), self.scoring(batch):
                 losses.append(recipe.loss(model(**recipe.inputs(batch)), batch).float())
-        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
-        return StepOutput(self.reduce(self._sum(losses, micro_batches)), self.reduce(count))
+        return losses
+
+    def preview(self, model: nn.Module, recipe: Any) -> str | None:
+        """What the recipe has to show, if this layout can call the model as one likes."""
+        shown: str | None = recipe.preview(model)
+        return shown
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         self.sync_buffers(model)
         own = self.loss_scale.state() if self.loss_scale else {}
         return collect_state(model, optimizer, own)
+
+    def shapes(self, named: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Of all tensors of the model, given those that this rank has a part of. All ranks call it."""
+        return {name: [*tensor.shape] for name, tensor in named.items()}
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         own = self.loss_scale.state() if self.loss_scale else {}
@@ -267,9 +331,7 @@ class DistributedStrategy:
             raise UserError(
                 "loss_chunks: wrap_model cannot chunk a loss that it does not see; use prepare, or a recipe"
             )
-        plan = ParallelPlan.derive(model)
-        self._transform(model, plan)
-        return self.wrap(model, plan)
+        return self.wrap(model, self._transform(model, ParallelPlan.derive(model)))
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward of one micro-batch; gradients are exchanged in the last one alone."""
@@ -291,18 +353,20 @@ class DistributedStrategy:
         """The sum, mean or max over all data-parallel ranks, on every one of them."""
         if op not in ("sum", "mean", "max"):
             raise UserError(f"reduce(op={op!r}): use sum, mean or max")
-        if self.data_size == 1:
+        if not self.data_groups:
             return tensor
         tensor = tensor.clone()
-        dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        for group in self.data_groups:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
         return tensor / self.data_size if op == "mean" else tensor
 
-    def highest(self, number: int) -> int:
+    def highest(self, number: int, among: Sequence[dist.ProcessGroup | None] = (None,)) -> int:
         """The highest that any rank says. Goes over CPU tensors, so that no device is waited for."""
         if self.world.size == 1:
             return number
         told = torch.tensor(number)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        for group in among:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
         return int(told)
 
     def check_sync(self) -> None:
@@ -314,10 +378,14 @@ class DistributedStrategy:
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Makes buffers what rank 0 has: those that a forward changes, such as BatchNorm's, are each rank's own."""
-        if self.world.size > 1:
-            for buffer in model.buffers():
-                if buffer.is_contiguous():
-                    dist.broadcast(buffer, 0)
+        for buffer in model.buffers():
+            if buffer.is_contiguous():
+                self.broadcast(buffer)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Makes it what the rank with the first slice of a batch has."""
+        for group in self.data_groups:
+            dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same parameters as this one, if there are others."""
@@ -363,13 +431,13 @@ class DistributedStrategy:
         if not self.highest(path.is_dir()):
             raise UserError(f"load_checkpoint: there is no folder {path}")
         here = self.state(plain, optimizer).model  # together, whether or not this rank can read
+        shapes = self.shapes(here)
         try:
             checkpoint = open_checkpoint(path)
             settings = checkpoint.manifest.get("optimizer")  # a run of the trainer has its config instead
-            shapes = {name: [*tensor.shape] for name, tensor in here.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
             check_same_optimizer(optimizer, settings, path)
-            loaded = checkpoint.checked_for(here)
+            loaded = checkpoint.checked_for(here, with_base=True)
         except (DamagedCheckpoint, UserError) as error:
             problem = error
         if self.highest(problem is not None):  # all ranks go on or none does
@@ -384,6 +452,11 @@ class DistributedStrategy:
         """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
         return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
 
+    @property
+    def leads(self) -> bool:
+        """Whether of the ranks with the same slice of a batch this is the first."""
+        return not any(self.place_on_mesh[name] for name in ("pp", "cp", "tp"))
+
     def _refuse_loss_scale(self) -> None:
         if self.loss_scale:
             raise UserError(
@@ -396,7 +469,7 @@ class DistributedStrategy:
         Not by `torch.manual_seed`: it also remembers the seed for every kind of device that was never used, each with
         a traceback, which takes longer than many a step.
         """
-        seed = mix(self.seed, *place, self.data_rank)
+        seed = mix(self.seed, *place, *self.draws_as)
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
@@ -407,6 +480,12 @@ class DistributedStrategy:
         first, *others = counted or [0 * values[0]]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
+
+
+def check_loss(loss: Tensor) -> Tensor:
+    if loss.ndim:
+        raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
+    return loss
 
 
 def find_device(wanted: str, local_rank: int) -> torch.device:

@@ -9,17 +9,17 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from shoal.config.mesh import fill_mesh
 from shoal.config.schema import FSDPConfig
 from shoal.errors import UserError
+from shoal.parallel.buffers import MovingBuffers
 from shoal.parallel.loss_scale import LossScale
-from shoal.parallel.mesh import fill_mesh
 from shoal.parallel.precision import DTYPES, half_type
 from shoal.parallel.shards import drop_gradients, hold_shards, local_part, split_over, take_gradients, total_norm
 from shoal.parallel.units import choose_units
@@ -80,7 +80,7 @@ class FSDPStrategy(DistributedStrategy):
         self.reduce_dtype, self.buffer_dtype = reduce_dtype or "fp32", buffer_dtype
         self.cpu_offload = cpu_offload
         self.units: list[str] = []
-        self._moving_buffers: list[str] | None = None
+        self._buffers = MovingBuffers(self.broadcast)
         self._used: int | None = None
         self._check_options()
         if cpu_offload and self.loss_scale:
@@ -110,6 +110,11 @@ class FSDPStrategy(DistributedStrategy):
     def mesh_sizes(self) -> dict[str, int]:
         """Who shards and who replicates."""
         size, given = self.world.size, dict(self._wanted_mesh or {})
+        for side in ("pp", "cp", "tp"):
+            if given.pop(side, 1) != 1:
+                raise UserError(
+                    f"distributed.mesh.{side} = {(self._wanted_mesh or {})[side]} is not for strategy fsdp; use 3d"
+                )
         if self.sharding_strategy == "HYBRID_SHARD":
             if not given:  # as FSDP has always meant it: shards within a machine, replicas over machines
                 given = {"dp_replicate": size // self.world.local_size, "dp_shard": self.world.local_size}
@@ -143,7 +148,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def place(self, model: nn.Module, plan: ParallelPlan, weights: Weights = DRAWN) -> nn.Module:
         self._shard(model, plan)
-        for module in _fsdp_modules(model):
+        for module in self._fsdp_modules(model):
             # Losses are already divided by the global count. The factor alone would not do: gloo cannot premultiply.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -166,7 +171,7 @@ class FSDPStrategy(DistributedStrategy):
             raise UserError(
                 f"parameter {scalars[0]} is a single number, which FSDP cannot shard; give it the shape [1]"
             )
-        if self.world.size == 1 and not self.cpu_offload and self.param_dtype == "fp32":
+        if self._data_mesh().size() == 1 and not self.cpu_offload and self.param_dtype == "fp32":
             return  # there is nothing to gather, and fully_shard would copy every parameter to do so
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
         param_type, reduce_type = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
@@ -178,14 +183,28 @@ class FSDPStrategy(DistributedStrategy):
             fully_shard(model.get_submodule(name), mp_policy=types, **options)
         # Only the model's own inputs are cast, and only if autocast does not see to types.
         types = MixedPrecisionPolicy(param_type, reduce_type, cast_forward_inputs=self.precision == "pure_bf16")
-        fully_shard(model, mp_policy=types, **options)
+        for root in self.roots(model):
+            fully_shard(root, mp_policy=types, **options)
         if self.forward_prefetch:
             chain = [model, *(model.get_submodule(name) for name in self.units)]
             for module, following in pairwise(chain):
                 assert isinstance(module, FSDPModule)
                 module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
-        for unit in _fsdp_modules(model):
+        for unit in self._fsdp_modules(model):
             unit.register_forward_hook(_free_without_backward)  # type: ignore[attr-defined]
+
+    def roots(self, model: nn.Module) -> list[nn.Module]:
+        """What is called as a whole."""
+        return [model]
+
+    def _fsdp_modules(self, model: nn.Module) -> list[FSDPModule]:
+        modules = {id(module): module for root in (model, *self.roots(model)) for module in root.modules()}
+        return [module for module in modules.values() if isinstance(module, FSDPModule)]
+
+    def _reshard(self, model: nn.Module) -> None:
+        """A forward that no backward followed leaves units gathered, and their parameters are then not the shards."""
+        for unit in self._fsdp_modules(model):
+            unit.reshard()
 
     def _data_mesh(self) -> DeviceMesh:
         assert self.mesh is not None
@@ -205,23 +224,15 @@ class FSDPStrategy(DistributedStrategy):
 
     def prepare(self, *args: Any, **options: Any) -> tuple[nn.Module, Optimizer]:
         model, optimizer = super().prepare(*args, **options)
-        self._moving_buffers = self._used = None
+        self._buffers, self._used = MovingBuffers(self.broadcast), None
         hold_shards(optimizer)
         return model, optimizer
 
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
-        """Buffers that a forward changes start every step as rank 0 has them, as under DDP."""
-        if self._moving_buffers is None:
-            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            output = super().forward_backward(model, micro_batches, recipe, step)
-            after = dict(model.named_buffers())
-            self._moving_buffers = [n for n, b in before.items() if n in after and not torch.equal(b, after[n])]
-            return output
-        for name in self._moving_buffers:
-            dist.broadcast(model.get_buffer(name), 0)
-        return super().forward_backward(model, micro_batches, recipe, step)
+        with self._buffers.equal_at_start(model):
+            return super().forward_backward(model, micro_batches, recipe, step)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         hold_shards(optimizer)  # one made by hand holds DTensors until now
@@ -235,8 +246,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def check_sync(self) -> None:
         """fully_shard adds up the gradients that are there by their place in a unit: all ranks must have the same."""
-        used = self._used or 0
-        if self.highest(used) != -self.highest(-used):
+        used, among = self._used or 0, self.data_groups
+        if self.highest(used, among) != -self.highest(-used, among):
             raise UserError(
                 "ranks used different parameters in the same step, and FSDP would add their gradients to each other; "
                 "let every rank use all of them, for instance by adding what is left out times 0"
@@ -258,22 +269,12 @@ class FSDPStrategy(DistributedStrategy):
         return norm
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
-        _reshard(model)
+        self._reshard(model)
         return super().state(model, optimizer)
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
-        _reshard(model)
+        self._reshard(model)
         super().load_state(model, optimizer, state)
-
-
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _reshard(model: nn.Module) -> None:
-    """A forward that no backward followed leaves units gathered, and their parameters are then not the shards."""
-    for unit in _fsdp_modules(model):
-        unit.reshard()
 
 
 def _free_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:

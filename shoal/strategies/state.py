@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal.checkpoint.base import Referenced
 from shoal.checkpoint.boxes import local_box, whole_box
 from shoal.checkpoint.stored import Stored
 from shoal.errors import UserError
@@ -39,10 +40,12 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
     """The inverse, one tensor at a time. Values are whole tensors or on disk; a rank takes its part of them.
 
-    The names must be those of the model (the checkpoint room has checked that).
+    The names must be those of the model (the checkpoint room has checked that). Weights that are not in the state,
+    such as a frozen base that the model has already, stay as they are.
     """
     for name, tensor in _model_state(model).items():
-        local_part(tensor).copy_(_part(state.model[name], tensor))
+        if name in state.model:
+            local_part(tensor).copy_(_part(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     optimizer.state.clear()  # what has no state there has none here
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -62,14 +65,16 @@ def sharded_parameter(parameter: Tensor) -> Tensor:
     return getattr(parameter, "shard_of", parameter)
 
 
-def _part(value: Tensor | Stored, like: Tensor | Stored) -> Tensor:
+def _part(value: Tensor | Stored | Referenced, like: Tensor | Stored | Referenced) -> Tensor:
     """What this rank holds of `value` where it is laid out as `like`."""
-    if isinstance(like, Stored) or not isinstance(like, DTensor):
-        return value.read() if isinstance(value, Stored) else value
+    if not isinstance(like, DTensor):
+        return value.read() if isinstance(value, Stored | Referenced) else value
     if isinstance(value, DTensor):
         return value.redistribute(like.device_mesh, like.placements).to_local()
     box = local_box(like)
-    return value.read(*box) if isinstance(value, Stored) else value[box.within(whole_box(value.shape))]
+    if isinstance(value, Stored | Referenced):
+        return value.read(*box)
+    return value[box.within(whole_box(value.shape))]
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.strategies import DistributedStrategy, Objective
@@ -25,14 +26,19 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
     try:
         with torch.compiler.set_stance("force_eager"):
+            if not strategy.calls_plainly:
+                return _first_of_all_ranks(strategy, model, micro, recipe, found)
             batch = strategy.ready(micro, recipe)
             with strategy.autocast(), strategy.scoring(batch):
                 loss = recipe.loss(model(**recipe.inputs(batch)), batch)
             bad_loss = not found and not loss.isfinite()
-            if not strategy.highest(bool(found) or bad_loss):  # a backward that some ranks go through alone may hang
+            # A backward that some ranks go through alone may hang.
+            if not strategy.highest(bool(found) or bad_loss) and strategy.backs_plainly:
                 loss.backward()
             if bad_loss:
                 return "the loss, though the model's output is finite"
+        if not (found or strategy.backs_plainly):
+            return "in the backward: the model's output and its loss are finite"
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         return (
             found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"
@@ -41,6 +47,17 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         for hook in hooks:
             hook.remove()
         model.zero_grad()
+
+
+def _first_of_all_ranks(
+    strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective, found: list[str]
+) -> str:
+    """Where a model is computed by several ranks, stage after stage: ranks are in the order of stages."""
+    loss = strategy.evaluate(model, [micro], recipe).loss
+    told: list[list[str]] = [[] for _ in range(strategy.world_size)]
+    dist.all_gather_object(told, found[:1])
+    first = next((labels[0] for labels in told if labels), None)
+    return first or ("in the backward: outputs and the loss are finite" if loss.isfinite() else "the loss")
 
 
 def _watch(found: list[str], label: str) -> Any:

@@ -17,10 +17,13 @@ from shoal.types import MicroBatch, StepInfo, StepOutput
 class Meter:
     """Keeps what each step left on the device; the host waits for it only in `read` and around a checkpoint."""
 
-    def __init__(self, device: torch.device, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int):
+    def __init__(
+        self, strategy: DistributedStrategy, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int
+    ):
         self._unit = unit
         precision = training.mixed_precision.removeprefix("pure_")
-        self._peak_flops = peak_flops(device, "tf32" if training.tf32 and precision == "fp32" else precision)
+        peak = peak_flops(strategy.device, "tf32" if training.tf32 and precision == "fp32" else precision)
+        self._peak_flops = peak and peak * strategy.world_size
         self._steps: list[tuple[StepOutput, StepInfo]] = []
         self._counted = 0.0
         self._skipped_steps = skipped_steps
@@ -81,6 +84,6 @@ def flops_per_sample(
     """
     if shapes is None:
         return None
-    batch = tree_to_meta(strategy.ready(micro, recipe))
+    batch = tree_to_meta(DistributedStrategy.ready(strategy, micro, recipe))  # whole, also where ranks share it
     forward = count_forward_flops(lambda: shapes(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 import shoal
-from shoal.checkpoint.manager import num_bytes
 from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
 from shoal.errors import UserError
@@ -19,6 +18,17 @@ from shoal.torch_private import compiled_graphs
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
+
+
+SECTIONS = {
+    "ddp": ("ddp",),
+    "fsdp": ("fsdp", "3d"),
+    "mesh": ("fsdp", "3d"),
+    "tensor": ("3d",),
+    "pipeline": ("3d",),
+    "deepspeed": ("deepspeed",),
+}
+"""Sections of `distributed`, and the strategies that look at them."""
 
 
 class Report:
@@ -80,8 +90,7 @@ class Report:
         yield "run folder", str(t.output_dir), ("experiment.output_dir", "experiment.name")
         device = _device_name(t.strategy.device)
         yield "strategy", f"{t.strategy.about()} on {device}", ("distributed.strategy", "training.device")
-        trained = sum(p.numel() for p in t.model.parameters() if p.requires_grad)
-        frozen = sum(p.numel() for p in t.model.parameters() if not p.requires_grad)
+        trained, frozen = t.num_parameters
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(t.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
@@ -123,9 +132,15 @@ class Report:
         saving += f", every {c.keep_every}th for good" if c.keep_every else ""
         saving += f", after {c.every_minutes:g} minutes" if c.every_minutes else ""
         if t.manager.background:
-            staged = num_bytes(t.strategy.state(t.model, t.optimizer)) / t.strategy.world_size / 2**30
+            staged = t.checkpoint_bytes / t.strategy.world_size / 2**30
             saving += f", written in the background from {staged:.2f} GiB of host memory"
         yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
+        if base := t.refers_to.get("base"):
+            yield (
+                "base",
+                f"{len(base['tensors'])} frozen tensors are not copied, but stay in {', '.join(base['files'])}",
+                (),
+            )
         yield "start", t.progress.started_from, ("checkpoint.resume",)
         idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
         if idle and not config.dataset.num_workers:
@@ -136,9 +151,11 @@ class Report:
         if config.checkpoint.init_from and not t.progress.weights_from:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
-        for section in ("ddp", "fsdp", "mesh"):
+        for key, why in t.strategy.idle.items():
+            yield "not in force", f"{key}: {why}", (key,)
+        for section, users in SECTIONS.items():
             keys = tuple(key for key in t.run.sources if key.startswith(f"distributed.{section}."))
-            if keys and t.strategy.name != ("fsdp" if section == "mesh" else section):
+            if keys and t.strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {t.strategy.name}", keys
 
 

@@ -13,9 +13,10 @@ from zlib import crc32
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
+from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
+from shoal.checkpoint.base import Base
 from shoal.checkpoint.foreign import weights_for
-from shoal.checkpoint.lease import Lease
+from shoal.checkpoint.lease import Lease, was_restarted
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start, num_bytes
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
@@ -25,6 +26,9 @@ from shoal.parallel.world import World
 from shoal.strategies import DistributedStrategy
 from shoal.strategies.state import sharded_parameter
 from shoal.types import BatchPhase, TrainState
+
+COUNTS = ("step", "samples", "skipped_steps")
+"""What a checkpoint says of a run's position."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +83,26 @@ def restore(
     strategy: DistributedStrategy,
     model: nn.Module,
     optimizer: Optimizer,
+    base: Base,
     warn: Callable[[str], None],
 ) -> Progress:
     """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    folders = find_start(resume, manager, warn)
+    try:
+        folders = find_start(resume, manager, warn, was_restarted())
+    except PermissionError as error:
+        raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
         here = strategy.state(model, optimizer).model
-        damage = ""
+        shapes, damage = strategy.shapes(here), ""
         try:
             checkpoint = open_checkpoint(folder)
             if "config" not in checkpoint.manifest:
                 raise UserError(f"{folder} was saved by a loop of its own; load it with strategy.load_checkpoint")
-            check_same_model(checkpoint, {name: [*tensor.shape] for name, tensor in here.items()})
+            _check_position(checkpoint)
+            check_same_model(checkpoint, shapes)
             check_same_run(checkpoint, run.tree(), allowed)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
             state = checkpoint.checked_for(here)
@@ -104,33 +113,46 @@ def restore(
             manager.pass_over(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
+        state.model.update(base.check(checkpoint, here))
         strategy.load_state(model, optimizer, state)
-        counts = {key: checkpoint.trainer[key] for key in ("step", "samples", "skipped_steps")}
+        if resume not in ("auto", "never") and manager.is_own_step(Path(resume)):
+            manager.set_aside_after(folder)
+        counts = {key: checkpoint.trainer[key] for key in COUNTS}
         evaluated = "metrics" in checkpoint.trainer
         return Progress(batches=batches, started_from=str(folder), evaluated=evaluated, **counts)
     if damages:  # starting anew would soon rotate away what might still be saved
         count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
         raise UserError(
             f"checkpoint.resume = {resume}: {count} in {folders[0].parent} cannot be used ({damages[0]}); "
-            "move them away, or choose another experiment.output_dir or checkpoint.resume"
+            f"move {'it' if len(damages) == 1 else 'them'} away, or choose another experiment.output_dir or "
+            "checkpoint.resume"
         )
     if path := run.config.checkpoint.init_from:
-        take_weights(path, strategy, model, optimizer)
+        take_weights(path, strategy, model, optimizer, base, warn)
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def take_weights(path: str, strategy: DistributedStrategy, model: nn.Module, optimizer: Optimizer) -> None:
+def take_weights(
+    path: str,
+    strategy: DistributedStrategy,
+    model: nn.Module,
+    optimizer: Optimizer,
+    base: Base,
+    warn: Callable[[str], None],
+) -> None:
     """Each rank its part of the weights there; the optimizer and the position begin anew."""
+    elsewhere = strategy.shapes(strategy.state(model, optimizer).model).keys()
     try:
-        strategy.load_state(model, optimizer, TrainState(weights_for(model, path), {}))
+        strategy.load_state(model, optimizer, TrainState(weights_for(model, path, base, warn, elsewhere), {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
 
 
-def check_room(
-    manager: CheckpointManager, state: TrainState, optimizer: Optimizer, warn: Callable[[str], None]
-) -> None:
-    """Says before the run if its next checkpoint will not fit. An optimizer that has not stepped yet is estimated."""
+def check_room(manager: CheckpointManager, state: TrainState, optimizer: Optimizer, warn: Callable[[str], None]) -> int:
+    """Says before the run if its next checkpoint will not fit, and how many bytes it will take.
+
+    An optimizer that has not stepped yet is estimated.
+    """
     needed_bytes = num_bytes(state)
     if not state.optimizer:
         slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
@@ -138,6 +160,7 @@ def check_room(
         needed_bytes += slots * sum((whole := sharded_parameter(p)).numel() * whole.element_size() for p in parameters)
     if lack := manager.lack_of_room(needed_bytes):
         warn(f"{lack}; make room, or the run will not be saved")
+    return needed_bytes
 
 
 def load_best(
@@ -145,19 +168,22 @@ def load_best(
     strategy: DistributedStrategy,
     model: nn.Module,
     optimizer: Optimizer,
+    base: Base,
     warn: Callable[[str], None],
 ) -> tuple[int, float] | None:
     """Loads the best checkpoint that can be read; its step and value, or None if there is none."""
+    here = strategy.state(model, optimizer).model
     for step, value in manager.best():
         damage = ""
         try:
             checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_for(strategy.state(model, optimizer).model)
+            state = checkpoint.checked_for(here)
         except DamagedCheckpoint as error:
             damage = str(error)
         if strategy.highest(bool(damage)):
             warn(f"the best checkpoint, of step {step}, is damaged and passed over: {damage or 'on another rank'}")
             continue
+        state.model.update(base.check(checkpoint, here))
         strategy.load_state(model, optimizer, state)
         return step, value
     return None
@@ -171,6 +197,21 @@ def _check_same_storage(folders: list[Path], manager: CheckpointManager, strateg
             f"not all ranks see the same checkpoints in {manager.folder}; put experiment.output_dir on storage that "
             "all machines share"
         )
+
+
+def _check_position(checkpoint: Checkpoint) -> None:
+    """Refuses what is not a place in a run. Whoever can make digests can write anything."""
+    about = checkpoint.manifest
+    try:
+        epochs, sizes = zip(*about["batches"], strict=True)
+        counts = [*epochs, *(checkpoint.trainer[key] for key in COUNTS)]
+        sizes = (*sizes, about["layout"]["data_size"])
+        least = [*((count, 0) for count in counts), *((size, 1) for size in sizes)]
+        right = isinstance(about["config"], dict) and all(type(n) is int and low <= n < 1 << 62 for n, low in least)
+    except (LookupError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise DamagedCheckpoint(f"{checkpoint.folder}: it does not say where in which run it was made")
 
 
 def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Callable[[str], None]) -> BatchSchedule:

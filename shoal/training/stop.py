@@ -1,11 +1,25 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: a handler only sets a flag; the loop saves and leaves."""
+"""Ctrl-C, SIGTERM and SIGUSR1: a handler only sets a flag; the loop saves and leaves.
+
+Before the first step there is nothing to save, and while data is prepared nobody can look at a flag.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+
+class Stopped(SystemExit):
+    """A signal ended the run before its first step. Unless it is caught, the process leaves with the code for that."""
+
+    def __init__(self, number: int, agreed: bool = False):
+        """`agreed`: all ranks leave, and not this one alone."""
+        super().__init__(128 + number)
+        self.signal, self.agreed = signal.Signals(number), agreed
 
 
 class StopFlag:
@@ -19,7 +33,17 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal = 0
         self._set_at = 0.0
+        self._ends_at_once = False
         self._before: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, a signal raises Stopped wherever the process is, as Ctrl-C does in any Python program."""
+        self._ends_at_once = True
+        try:
+            yield
+        finally:
+            self._ends_at_once = False
 
     def __enter__(self) -> StopFlag:
         for number in self.SIGNALS:
@@ -33,6 +57,8 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.signal:
             self.signal, self._set_at = number, time.monotonic()
+            if self._ends_at_once:
+                raise Stopped(number)
         elif time.monotonic() > self._set_at + 1:
             signal.signal(number, self._before[signal.Signals(number)])
             signal.raise_signal(number)

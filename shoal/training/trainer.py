@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint.base import Base
 from shoal.checkpoint.foreign import about_names
 from shoal.checkpoint.lease import Lease
 from shoal.config import Run
+from shoal.config.mesh import check_layout
 from shoal.config.schema import ConsoleMode, ProfileConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
@@ -27,6 +29,7 @@ from shoal.observe.console import Console
 from shoal.observe.flops import copy_on_meta
 from shoal.observe.loggers import Loggers, open_loggers
 from shoal.observe.memory import memory_gib
+from shoal.observe.patient import PatientFile
 from shoal.observe.profile import Profiler
 from shoal.parallel.desync import check_replicas, check_samples
 from shoal.parallel.watchdog import Watchdog
@@ -39,7 +42,7 @@ from shoal.training.optimizer import build_optimizer, set_learning_rate
 from shoal.training.report import Report
 from shoal.training.schedule import Schedule, build_schedule
 from shoal.training.start import Progress, check_room, check_world, load_best, open_run_folder, restore
-from shoal.training.stop import StopFlag
+from shoal.training.stop import StopFlag, Stopped
 from shoal.types import MicroBatch, Weights
 
 FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
@@ -71,10 +74,13 @@ def train(run: Run) -> Outcome:
     """Trains a run to its end, going on from its last good checkpoint."""
     strategy = from_config(run.config)
     check_world(run, strategy.world)
-    with open_run_folder(run, strategy) as lease:
-        recipe = run.recipe_type(run.recipe_config)
-        strategy.world.once_per_node(recipe.prepare_data)
-        with open_watchdog(run, strategy) as watchdog, strategy, StopFlag() as stop, ExitStack() as resources:
+    check_layout(run.config, strategy.world_size)
+    with StopFlag() as stop, ExitStack() as folder:
+        with stop.at_once():
+            lease = folder.enter_context(open_run_folder(run, strategy))
+            recipe = run.recipe_type(run.recipe_config)
+            strategy.world.once_per_node(recipe.prepare_data)
+        with open_watchdog(run, strategy) as watchdog, strategy, ExitStack() as resources:
             return Trainer(run, strategy, recipe, stop, resources, watchdog, lease).fit()
 
 
@@ -90,10 +96,17 @@ class Trainer:
     epoch_size: int | None
     shapes: nn.Module | None
     """The model without memory, to count its FLOPs on."""
+    num_parameters: tuple[int, int]
+    """Trained and frozen, of the whole model."""
     model: nn.Module
     optimizer: Optimizer
     weights: Weights
+    base: Base
     progress: Progress
+    checkpoint_bytes: int
+    """What one takes on the disk, over all ranks."""
+    refers_to: dict[str, Any]
+    """What one says of frozen weights that it does not hold."""
     batches: BatchSchedule
     loader: Loader
     eval_loader: Loader | None = None
@@ -130,13 +143,16 @@ class Trainer:
         self.output_dir = Path(self.config.output_dir)
         watchdog.at("opening the data", 0)
         self._open_data()
+        self._leave_if_told()
         watchdog.at("building the model", 0)
         self._build_model()
+        self._leave_if_told()
         watchdog.at("restoring", 0)
         self._restore()
         watchdog.at("opening loaders and loggers", self.step)
         self._open_loaders(resources)
         self._open_observers(resources)
+        self._leave_if_told()
 
     def fit(self) -> Outcome:
         training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
@@ -214,7 +230,7 @@ class Trainer:
             check_replicas(dict(self.model.named_parameters()), group)
         self.strategy.check_sync()
         if self.strategy.data_size > 1:
-            check_samples(micro_batches, self.loader.last_step())
+            check_samples(micro_batches if self.strategy.leads else (), self.loader.last_step())
 
     def due(self, *intervals: int | None) -> bool:
         for every in intervals:  # noqa: SIM110  a generator is a call for each
@@ -230,7 +246,9 @@ class Trainer:
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.epoch_size:
             metrics["train/epoch"] = self.loader.position / self.epoch_size
-        self._publish(metrics)
+        # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
+        in_files = self.due(self.config.logging.every) or self.step in (1, self.total_steps)
+        self._publish(metrics, in_files)
         if self.meter.skipped_in_a_row >= self.config.training.max_skipped_steps:
             culprit = first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
             self.settle()
@@ -262,7 +280,7 @@ class Trainer:
             # Eagerly: generating goes through many shapes once each, and compiling for them costs more.
             eagerly = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), self.strategy.autocast(), eagerly, self.strategy.device:
-                self.preview = self.recipe.preview(self.model)
+                self.preview = self.strategy.preview(self.model, self.recipe)
             if self.preview is not None:
                 self.loggers.text(self.step, "preview", self.preview)
             self.evaluated_step = self.step
@@ -285,8 +303,9 @@ class Trainer:
             progress["metrics"] = {name: value for name, value in self.evaluation.items() if isfinite(value)}
         batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
         about = {"layout": layout, "batches": batches, "config": self.run.tree(), **about_names(self.model)}
+        state, base = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
         try:
-            self.manager.save(self.strategy.state(self.model, self.optimizer), progress, about)
+            self.manager.save(state, progress, about | base)
         except OSError as error:
             self._warn_of_save(error)
         self.saved_at, self.save_soon = time.monotonic(), False
@@ -334,7 +353,7 @@ class Trainer:
         loading = config.load_best_model_at_end and not self.stopped_by
         if loading and best and best[0] != self.step:
             warn = lambda warning: self.console.line(f"warning: {warning}")  # noqa: E731
-            best = load_best(self.manager, self.strategy, self.model, self.optimizer, warn)
+            best = load_best(self.manager, self.strategy, self.model, self.optimizer, self.base, warn)
         if best is None:
             return None
         step, value = best
@@ -342,10 +361,16 @@ class Trainer:
         self.console.line(f"best: step {step}, {config.metric} {value:.6g}, {self.manager.path_of(step)}{loaded}")
         return step
 
-    def _publish(self, metrics: dict[str, float]) -> None:
+    def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
         self.metrics |= metrics
-        self.loggers.log(self.step, metrics)
+        if in_files:
+            self.loggers.log(self.step, metrics)
         self.console.metrics(self.step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
+
+    def _leave_if_told(self) -> None:
+        """Before the first step there is nothing to save, and a large model takes a while to get there."""
+        if number := self.strategy.highest(self.stop.signal):
+            raise Stopped(number, agreed=True)
 
     def _open_data(self) -> None:
         training = self.config.training
@@ -369,6 +394,8 @@ class Trainer:
     def _build_model(self) -> None:
         model, self.weights = build(self.recipe.build_model, self.recipe.weights(), self.config.experiment.seed)
         self.shapes = copy_on_meta(model)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.num_parameters = trained, sum(p.numel() for p in model.parameters()) - trained
         self.model, self.optimizer = self.strategy.prepare(
             model,
             lambda model: build_optimizer(self.config.training, self.recipe.param_groups(model)),
@@ -391,8 +418,11 @@ class Trainer:
             background=self.strategy.device.type == "cuda" if config.async_save is None else config.async_save,
         )
         self.manager.clean()
-        self.progress = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, warn)
-        check_room(self.manager, self.strategy.state(self.model, self.optimizer), self.optimizer, warn)
+        here = self.strategy.state(self.model, self.optimizer).model if self.weights.files else {}
+        self.base = Base(self.model, self.weights, here)
+        self.progress = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, self.base, warn)
+        state, self.refers_to = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
+        self.checkpoint_bytes = check_room(self.manager, state, self.optimizer, warn)
         if config.keep_best and not self.config.training.eval_steps:
             warn(
                 f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"
@@ -435,8 +465,8 @@ class Trainer:
     def _open_observers(self, resources: ExitStack) -> None:
         config = self.config
         self.metrics: dict[str, float] = {}
-        device, skipped_steps = self.strategy.device, self.progress.skipped_steps
-        self.meter = Meter(device, self.recipe.unit, config.training, self.loader, skipped_steps)
+        skipped_steps = self.progress.skipped_steps
+        self.meter = Meter(self.strategy, self.recipe.unit, config.training, self.loader, skipped_steps)
         profile: ProfileConfig | None = None
         mode: ConsoleMode = "off"
         loggers = Loggers()
@@ -447,9 +477,9 @@ class Trainer:
             loggers = open_loggers(config.logging, self.output_dir, name, settings, self.step, again)
         self.loggers = resources.enter_context(closing(loggers))
         self.profiler = resources.enter_context(closing(Profiler(profile, self.output_dir)))
-        log: TextIO | None = None
+        log: PatientFile | None = None
         if self.strategy.is_main_process and self.strategy.world_size > 1:  # the others write theirs whole
-            log = resources.enter_context((self.output_dir / "logs" / "rank_0.log").open("a"))
+            log = resources.enter_context(closing(PatientFile(self.output_dir / "logs" / "rank_0.log")))
         self.console = resources.enter_context(Console(mode, self.step, self.total_steps, copy=log))
         for warning in self.warnings:
             self.console.line(f"warning: {warning}")

@@ -76,6 +76,8 @@ def chaos(
     verdict.kills = killer.kill(kills)
     difference = _difference(undisturbed, folder / "disturbed", verdict.allowed)
     verdict.problems = [*_problems(difference), *_metric_problems(undisturbed, folder / "disturbed", verdict.allowed)]
+    if run.config.logging.tensorboard:
+        verdict.problems += _tensorboard_problems(undisturbed, folder / "disturbed", verdict.allowed)
     return verdict
 
 
@@ -272,3 +274,31 @@ def _metric_problems(undisturbed: Path, disturbed: Path, allowed: float | None) 
         return []
     wrong = next((row["step"] for row, other in zip(*logs, strict=True) if row != other), None)
     return [] if wrong is None else [f"metrics.jsonl differs at step {wrong}"]
+
+
+def _tensorboard_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
+    """What TensorBoard shows of a killed run is what it shows of the other: each tag, each step once."""
+    a, b = (_shown_by_tensorboard(folder / "tensorboard") for folder in (undisturbed, disturbed))
+    problems = [f"TensorBoard has {tag} in only one of them" for tag in sorted(a.keys() ^ b.keys())]
+    for tag in sorted(a.keys() & b.keys()):
+        steps = [[step for step, _ in shown[tag]] for shown in (a, b)]
+        if steps[0] != steps[1]:
+            problems.append(f"TensorBoard has {len(steps[1])} points of {tag}, the undisturbed one {len(steps[0])}")
+        elif allowed is None and not tag.endswith(_TIMES) and a[tag] != b[tag]:
+            step = next(one[0] for one, other in zip(a[tag], b[tag], strict=True) if one != other)
+            problems.append(f"TensorBoard differs in {tag} at step {step}")
+    return problems
+
+
+def _shown_by_tensorboard(folder: Path) -> dict[str, list[tuple[int, object]]]:
+    """tag → steps and values, numbers and texts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    tags = events.Tags()
+    shown: dict[str, list[tuple[int, object]]] = {}
+    for tag in tags["scalars"]:
+        shown[tag] = [(event.step, str(event.value)) for event in events.Scalars(tag)]  # where NaN equals NaN
+    for tag in tags["tensors"]:
+        shown[tag] = [(event.step, event.tensor_proto.SerializeToString()) for event in events.Tensors(tag)]
+    return shown

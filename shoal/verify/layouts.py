@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import ceil, prod
 
+from torch import nn
+
 from shoal.config import Run, check_run, derive_batches
-from shoal.config.schema import FSDPConfig, TrainingConfig
+from shoal.config.batch import accumulation
+from shoal.config.mesh import data_size, fill_mesh, micro_batches_needed
+from shoal.config.schema import DeepSpeedConfig, FSDPConfig, TrainingConfig
 from shoal.config.yaml import Tree
+from shoal.errors import UserError
+from shoal.parallel.context import attentions
+from shoal.parallel.stages import count_stages, cut
+from shoal.parallel.tensor import resolve
+from shoal.parallel.weights import parameters_on_meta
+from shoal.types import ParallelPlan
 from shoal.verify.compare import Promise, Range
 
-GATHER, SCATTER, REDUCE = "_allgather_base", "_reduce_scatter_base", "allreduce"
+GATHER, SCATTER, REDUCE, SWAP = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
 
 
 @dataclass(frozen=True)
@@ -26,11 +37,14 @@ class Case:
     trained: Collection[str]
     """Those of them that have gradients."""
     fsdp: FSDPConfig
+    data: int
+    """How many ranks have different samples."""
+    zero: DeepSpeedConfig
 
     @property
     def share(self) -> float:
         """Of a step's samples, fillers included, on the rank that runs the most."""
-        (phase, *_) = derive_batches(self.training, self.procs)
+        (phase, *_) = derive_batches(self.training, self.data)
         return min(1.0, self.micro_batches * phase.batch_size / phase.global_batch_size)
 
     @property
@@ -43,6 +57,13 @@ class Case:
     def held(self, shards: int) -> float:
         """The share of all parameters on the rank with most, each cut along its first dimension."""
         return self._padded(self.shapes, shards) / shards / self._numel(self.shapes)
+
+    def cut(self, parts: int, shards: int) -> float:
+        """The same where tensor parallelism has cut all but vectors before."""
+        vectors = [name for name, shape in self.shapes.items() if len(shape) < 2]
+        cut = self._numel(self.shapes) - self._numel(vectors)
+        padded = self._padded(self.shapes, parts * shards) / self._numel(self.shapes)
+        return padded * (cut / parts + self._numel(vectors)) / shards / self._numel(self.shapes)
 
     def gathered(self, shards: int) -> float:
         """What gathering all parameters sends, as a share of the bytes that are trained."""
@@ -80,6 +101,10 @@ class Layout:
     """What it costs a rank."""
     several: bool = True
     """Whether it needs more than one process."""
+    data: Callable[[int], int] = field(default=lambda procs: procs)
+    """How many of so many processes have different samples."""
+    micro_batches: Callable[[int], int] = field(default=lambda procs: 1)
+    """How many a step has to have at least."""
     unfit: Callable[[Run, int], str | None] = field(default=lambda run, procs: None)
     """Why it cannot run this config on so many processes, if it cannot."""
 
@@ -97,6 +122,45 @@ def _sharded(case: Case, shards: int, gathers: tuple[float, float]) -> Promise:
     return Promise(case.held(shards), case.flops, collectives)
 
 
+def _zero(stage: int, about: str) -> Layout:
+    """ZeRO by DeepSpeed, which lays parameters end to end and cuts anywhere."""
+    keys: dict[str, object] = {"zero_stage": stage, "config_file": None}
+    if stage < 3:
+        keys["offload_parameters"] = "none"
+
+    def split(case: Case, names: Collection[str]) -> int:
+        """Elements on the rank with most: each parameter is cut by itself under stage 3, all together below."""
+        numels = [prod(case.shapes[name]) for name in names]
+        return sum(ceil(numel / case.procs) for numel in numels) if stage == 3 else ceil(sum(numels) / case.procs)
+
+    def promise(case: Case) -> Promise:
+        total, trained = (sum(prod(case.shapes[n]) for n in names) for names in (case.shapes, case.trained))
+        own = split(case, case.trained)
+        sums = 1 if stage == 1 else case.micro_batches
+        # In the host's memory, beside those that compute, unless those are there too.
+        again = own if case.zero.offload_optimizer != case.zero.offload_parameters else 0
+        if stage < 3:
+            collectives = {REDUCE: Range.exactly(sums)}
+            return Promise((total + again) / total, case.flops, collectives, state_bytes=(own + 2) / trained)
+        small = [n for n, shape in case.shapes.items() if prod(shape) <= case.zero.stage3_param_persistence_threshold]
+        whole = sum(prod(case.shapes[name]) for name in small)
+        large = case.procs * split(case, case.shapes.keys() - {*small})
+        recomputed = 0 if case.training.activation_checkpointing.mode == "none" else 1
+        gathers = Range(case.micro_batches * large / trained, (2 + recomputed) * case.micro_batches * large / trained)
+        collectives = {GATHER: gathers, SCATTER: Range.exactly(sums * case.procs * own / trained)}
+        held = (split(case, case.shapes) + again + whole) / total
+        return Promise(held, case.flops, collectives, state_bytes=own / trained)
+
+    def unfit(run: Run, procs: int) -> str | None:
+        if find_spec("deepspeed") is None:
+            return "it needs the package deepspeed: pip install 'shoal[deepspeed]'"
+        precision = run.config.training.mixed_precision
+        return None if precision in ("fp32", "bf16", "fp16") else f"it has no {precision}"
+
+    changes: dict[str, object] = {"strategy": "deepspeed", "zero_stage": None, "offload": None, "deepspeed": keys}
+    return Layout(f"zero_{stage}", about, changes=lambda procs: changes, promise=promise, unfit=unfit)
+
+
 def _gathers_in_half(run: Run) -> bool:
     return (
         run.config.training.mixed_precision == "pure_bf16"
@@ -106,6 +170,76 @@ def _gathers_in_half(run: Run) -> bool:
 
 def _no_half_weights(run: Run, procs: int) -> str | None:
     return "it has no weights in half precision" if _gathers_in_half(run) else None
+
+
+def _on_meta(run: Run) -> tuple[nn.Module, ParallelPlan]:
+    """The model without memory, and its plan: enough to know how it can be cut."""
+    recipe = run.recipe_type(run.recipe_config)
+    with parameters_on_meta():
+        model = recipe.build_model()
+    return model, recipe.parallel_plan(model)
+
+
+EXCHANGES = frozenset({REDUCE, GATHER, SCATTER, SWAP, "allgather", "broadcast"})
+
+
+def _mesh(
+    name: str,
+    about: str,
+    sequence: bool = False,
+    schedule: str = "1f1b",
+    **sides: int,
+) -> Layout:
+    """A product of layouts; `-1` is what is left of the processes. What it exchanges depends on the batch, so that its
+    share of parameters and FLOPs are what shows that it is at work."""
+
+    def sizes(procs: int) -> dict[str, int]:
+        return fill_mesh({"dp_shard": 1, **sides}, procs)
+
+    def promise(case: Case) -> Promise:
+        mesh = sizes(case.procs)
+        stage = 1 / mesh["pp"] + (1 - 1 / mesh["pp"]) / 2 if mesh.get("pp", 1) > 1 else 1  # layers do not come out even
+        parts = mesh.get("tp", 1) * mesh.get("cp", 1)
+        flops = case.flops and Range(0, case.flops.high * stage / parts)
+        held = case.cut(mesh.get("tp", 1), mesh["dp_shard"] * mesh.get("cp", 1)) * stage
+        needs = {"tp": {GATHER, SCATTER} if sequence else {REDUCE}, "cp": {SWAP}, "pp": {"send", "recv"}}
+        used = frozenset[str]().union(*(kinds for side, kinds in needs.items() if mesh.get(side, 1) > 1))
+        return Promise(held, flops, {}, others=EXCHANGES | used, needs=used)
+
+    def unfit(run: Run, procs: int) -> str | None:
+        if schedule == "zbv" and run.config.training.compile:
+            return "a compiled backward has no halves"
+        try:
+            mesh = sizes(procs)
+            if min(mesh[side] for side in sides) < 2:
+                return f"{procs} processes leave one of its dimensions empty"
+            run.recipe_type(run.recipe_config).check_mesh(mesh)
+            model, plan = _on_meta(run)
+            if mesh.get("tp", 1) > 1 and "sequence" not in resolve(model, plan).values() and sequence:
+                return "the plan names no modules that treat every token by itself"
+            if mesh.get("pp", 1) > 1:
+                cut(model, plan, count_stages(mesh["pp"], schedule))
+            if mesh.get("cp", 1) > 1:
+                attentions(model)
+        except UserError as error:
+            return str(error)
+        return None
+
+    changes: dict[str, object] = {
+        "strategy": "3d",
+        "fsdp": {"sharding_strategy": "FULL_SHARD"},
+        "tensor": {"sequence_parallel": sequence},
+        "pipeline": {"schedule": schedule},
+    }
+    return Layout(
+        name,
+        about,
+        changes=lambda procs: {**changes, "mesh": sizes(procs)},
+        promise=promise,
+        data=lambda procs: data_size(sizes(procs)),
+        micro_batches=lambda procs: micro_batches_needed(schedule, count_stages(sizes(procs).get("pp", 1), schedule)),
+        unfit=unfit,
+    )
 
 
 LAYOUTS = {
@@ -155,6 +289,23 @@ LAYOUTS = {
                 f"{procs} processes are not two replicas of several" if procs < 4 or procs % 2 else None
             ),
         ),
+        _zero(1, "replicas by DeepSpeed, the optimizer in parts"),
+        _zero(2, "replicas by DeepSpeed, optimizer and gradients in parts"),
+        _zero(3, "DeepSpeed, everything in parts"),
+        _mesh("tp", "parts of every layer", tp=-1),
+        _mesh("tp_sp", "parts of every layer, and of the tokens in between", sequence=True, tp=-1),
+        _mesh("tp_fsdp", "two parts of every layer, shards of each", tp=2, dp_shard=-1),
+        _mesh("tp_ddp", "two parts of every layer, replicas of each", tp=2, dp_replicate=-1),
+        _mesh("pp", "stages, one forward and one backward in turn", pp=-1),
+        _mesh("pp_gpipe", "stages, all forwards before all backwards", schedule="gpipe", pp=-1),
+        _mesh("pp_interleaved", "two stages on each process", schedule="interleaved", pp=-1),
+        _mesh("pp_zbv", "two stages on each process, backwards in two halves", schedule="zbv", pp=-1),
+        _mesh("pp_fsdp", "two stages, shards of each", pp=2, dp_shard=-1),
+        _mesh("pp_ddp", "two stages, replicas of each", pp=2, dp_replicate=-1),
+        _mesh("pp_tp", "two stages, parts of every layer", pp=2, tp=-1),
+        _mesh("pp_tp_fsdp", "two stages, two parts of every layer, shards of each", pp=2, tp=2, dp_shard=-1),
+        _mesh("cp", "parts of every sequence", cp=-1),
+        _mesh("cp_fsdp", "two parts of every sequence, each by shards", cp=2, dp_shard=-1),
     )
 }
 
@@ -171,17 +322,31 @@ def reference_run(run: Run, procs: int) -> Run:
 def layout_run(run: Run, layout: Layout, procs: int) -> Run:
     """The training in a layout: the same global batch, split as the config says, or else into two micro-batches."""
     (phase, *_) = derive_batches(run.config.training, procs)
-    batch_size = phase.batch_size
-    if run.config.training.batch_size is None and run.config.training.gradient_accumulation is None:
-        batch_size = ceil(phase.global_batch_size / (2 * (procs if layout.several else 1)))
+    training, data = run.config.training, layout.data(procs) if layout.several else 1
+    batch_size, least = phase.batch_size, layout.micro_batches(procs)
+    if training.batch_size is None:
+        wanted = 2 if training.gradient_accumulation is None else accumulation(phase, procs)
+        batch_size = ceil(phase.global_batch_size / (max(wanted, least) * data))
     return _changed(run, layout.changes(procs), phase.global_batch_size, batch_size, {})
 
 
-def layout_case(run: Run, procs: int, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str]) -> Case:
+def layout_case(
+    run: Run, layout: Layout, procs: int, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str]
+) -> Case:
     """`run` is what `layout_run` made."""
-    (phase, *_) = derive_batches(run.config.training, procs)
-    micro_batches = ceil(phase.global_batch_size / (phase.batch_size * procs))
-    return Case(procs, run.config.training, micro_batches, shapes, trained, run.config.distributed.fsdp)
+    data = layout.data(procs)
+    (phase, *_) = derive_batches(run.config.training, data)
+    micro_batches = accumulation(phase, data)
+    return Case(
+        procs,
+        run.config.training,
+        micro_batches,
+        shapes,
+        trained,
+        run.config.distributed.fsdp,
+        data,
+        run.config.distributed.zero,
+    )
 
 
 def _changed(

@@ -70,7 +70,7 @@ def prove(
         ranks = procs if layout.several else 1
         its_run = layout_run(run, layout, procs)
         traces = runner(its_run, ranks, steps, reference.sgd_weights)
-        promise = layout.promise(layout_case(its_run, ranks, reference.shapes, reference.gradients.keys()))
+        promise = layout.promise(layout_case(its_run, layout, ranks, reference.shapes, reference.gradients.keys()))
         precision = run.config.training.mixed_precision
         checks = compare(reference, traces, promise, precision)
         verdicts.append(Verdict(layout.name, ranks, checks, reference.mixing))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
@@ -46,6 +45,8 @@ class Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
     parameter_bytes: int = 0
+    state_bytes: int = 0
+    """What the optimizer keeps on this rank: momentum."""
     flops: int = 0
     """Of the matrix products in one step."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class _Tracer:
         trace = self.trace
         trace.start = self._weights()
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        trace.parameter_bytes = sum(local_part(p).nbytes for p in self.model.parameters())
+        trace.parameter_bytes = self.strategy.parameter_bytes(self.model)
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
             batches = iter(loader)
@@ -91,6 +92,8 @@ class _Tracer:
                 trace.losses.append(loss)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
             trace.sgd_weights = self._weights()
+            kept = (value for slots in self.optimizer.state.values() for value in slots.values())
+            trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             if shared is not None:
                 self.strategy.load_state(self.model, self.optimizer, TrainState(shared, {}))
             self._forward_backward(next(batches), steps)
@@ -133,9 +136,9 @@ class _Tracer:
         if self.strategy.data_size == 1 or self.trace.desync:
             return
         try:
-            check_samples(micro_batches, loader.last_step())
-            if group := self.strategy.replicas():
-                gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            check_samples(micro_batches if self.strategy.leads else (), loader.last_step())
+            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            if (group := self.strategy.replicas()) and gradients:
                 check_replicas(gradients, group)
         except Desync as desync:
             self.trace.desync = str(desync)
@@ -144,26 +147,24 @@ class _Tracer:
         return _whole(self.strategy.state(self.model, self.optimizer).model)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return _whole({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+        return _whole(self.strategy.named_gradients(self.model))
 
 
 def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, put together from the parts of all ranks.
+    """On the CPU, put together from the parts of all ranks, which may have other names under a pipeline.
 
     Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
     """
-    whole = {name: local_part(t).to("cpu", copy=True) for name, t in named.items() if not isinstance(t, DTensor)}
-    sharded = {name: t for name, t in named.items() if isinstance(t, DTensor)}
-    if sharded:
-        parts = {name: (slices(t), local_part(t).cpu()) for name, t in sharded.items()}
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, parts)
-        for name, tensor in sharded.items():
-            whole[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            for rank in told:
-                place, part = rank[name]
-                whole[name][tuple(place)] = part
-    return {name: whole[name] for name in named}
+    parts = {name: (t.shape, slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
+    if not dist.is_initialized():
+        return {name: part for name, (_, _, part) in parts.items()}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, parts)
+    whole: dict[str, Tensor] = {}
+    for rank in told:
+        for name, (shape, place, part) in rank.items():
+            whole.setdefault(name, torch.empty(shape, dtype=part.dtype))[tuple(place)] = part
+    return whole
 
 
 class CountCollectives(TorchDispatchMode):

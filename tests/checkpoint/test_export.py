@@ -373,7 +373,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
     manifest.pop("digest")
     change(manifest)
     manifest["digest"] = store_module._manifest_digest(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
 HOSTILE_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

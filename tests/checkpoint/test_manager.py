@@ -14,7 +14,7 @@ from conftest import ToyRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, manager
+from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, manager, store
 from shoal.checkpoint.boxes import local_box
 from shoal.checkpoint.manager import find_best_checkpoint
 from shoal.config import load_run
@@ -166,7 +166,9 @@ def test_a_damaged_checkpoint_does_not_count_and_is_no_reason_to_remove_a_good_o
 def test_a_checkpoint_of_another_version_is_left_alone(tmp_path: Path) -> None:
     to = CheckpointManager(tmp_path, keep_last=1)
     newer = save(to, 1) / "manifest.json"
-    newer.write_text(json.dumps(json.loads(newer.read_text()) | {"format": 99}))
+    manifest = json.loads(newer.read_text()) | {"format": 99}
+    manifest.pop("digest")
+    newer.write_text(json.dumps(manifest | {"digest": store._manifest_digest(manifest)}, indent=1))
     to = CheckpointManager(tmp_path, keep_last=1)
     for step in (2, 3):
         save(to, step)

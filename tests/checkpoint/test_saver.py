@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +21,8 @@ from shoal.checkpoint import open_checkpoint
 from shoal.checkpoint import saver as saver_module
 from shoal.checkpoint.file import write_safetensors
 from shoal.checkpoint.saver import Saver
+from shoal.config import load_run
+from shoal.training import train
 from shoal.types import TrainState
 
 
@@ -132,3 +137,17 @@ def test_the_library_reads_our_files(tmp_path: Path, dtype: torch.dtype) -> None
         assert read[name].shape == tensor.shape
         assert read[name].view(-1).view(torch.uint8).tolist() == tensor.contiguous().view(-1).view(torch.uint8).tolist()
     assert written.nbytes == (tmp_path / "x.safetensors").stat().st_size
+
+
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).step
+
+
+def test_ranks_with_buffers_save_in_the_background(
+    toy: ToyRun, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    """What one rank alone says about memory must not talk to the others, which buffers of a state do."""
+    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden), nn.Tanh()")
+    keys = ["training.global_batch_size=8", "checkpoint.async_save=true", "training.max_steps=2"]
+    assert pool2.run(train_here, toy.config, keys, init=False) == [2, 2]
+    assert re.search(r"background from \d\.\d\d GiB", (toy.output / "report.txt").read_text())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import resource
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from math import prod
@@ -29,7 +31,7 @@ from shoal.checkpoint import (
 )
 from shoal.checkpoint import store as store_module
 from shoal.checkpoint.boxes import Box, local_box, whole_box, why_not_whole
-from shoal.checkpoint.stored import Pieces
+from shoal.checkpoint.stored import Pieces, header_digest
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -43,7 +45,8 @@ def state(value: float = 1.0) -> TrainState:
         "empty": torch.zeros(0, 2),
         "steps": torch.tensor(7),
     }
-    return TrainState(weights, {"weight": {"exp_avg": torch.full((3, 4), 2 * value), "step": torch.tensor(3.0)}})
+    moments = {"weight": {"exp_avg": torch.full((3, 4), 2 * value), "step": torch.tensor(3.0)}}
+    return TrainState(weights, moments, {"loss_scale": torch.tensor(1024.0)})
 
 
 def save(folder: Path, step: int = 3, value: float = 1.0, keep_last: int = 9) -> Path:
@@ -65,11 +68,12 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         "manifest.json",
         "model.safetensors",
         "optimizer.safetensors",
+        "strategy.safetensors",
         "trainer.json",
     ]
 
 
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "strategy.safetensors", "trainer.json"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -87,12 +91,30 @@ def test_any_damage_is_detected_and_the_previous_one_used(tmp_path: Path, file: 
     places = range(0, len(data), max(1, len(data) // 40)) if damage == "flip" else [0]
     for place in places:
         if damage == "flip":
-            path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            path.write_bytes(flip(data, 8 * place + place % 8))
         with pytest.raises((DamagedCheckpoint, UserError)):
             open_checkpoint(path.parent).read()
     assert not (tmp_path / "ran").exists()
     if damage != "flip" and file in ("manifest.json", "trainer.json"):
         assert find_latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000001"
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    place = bit // 8
+    return data[:place] + bytes([data[place] ^ 1 << bit % 8]) + data[place + 1 :]
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    """Also those of its format, and those that change its text but not what it says, as in 1e-5 and 1E-5."""
+    about = {"config": {"rate": 1e-5, "name": "ü"}}
+    folder = CheckpointManager(tmp_path).save(TrainState({"w": torch.ones(1)}, {}), {"step": 1}, about)
+    open_checkpoint(folder).read()
+    path = folder / "manifest.json"
+    data = path.read_bytes()
+    for bit in range(8 * len(data)):
+        path.write_bytes(flip(data, bit))
+        with pytest.raises(DamagedCheckpoint):
+            open_checkpoint(folder)
 
 
 class _Hostile:
@@ -109,7 +131,30 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> 
     manifest.pop("digest")
     change(manifest)
     manifest["digest"] = store_module._manifest_digest(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+@pytest.mark.parametrize("file", FILES[1:])
+def test_a_pickle_that_the_manifest_vouches_for(tmp_path: Path, file: str) -> None:
+    folder = save(tmp_path)
+    path = folder / file
+    path.write_bytes(pickle.dumps(_Hostile(str(tmp_path / "ran"))))
+
+    def vouch(manifest: dict[str, Any]) -> None:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        about = {"bytes": path.stat().st_size, "header": header_digest(path), "sha256": digest}
+        manifest["files"][file] |= about
+
+    rewrite_manifest(folder, vouch)
+    before = tree(tmp_path)
+    with pytest.raises(DamagedCheckpoint):
+        open_checkpoint(folder).read()
+    assert tree(tmp_path) == before
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """What is there, how large, and when it was written."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
@@ -120,8 +165,10 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
         manifest["files"]["../../secret.safetensors"] = manifest["files"].pop("model.safetensors")
 
     rewrite_manifest(folder, point_outside)
+    before = tree(tmp_path)
     with pytest.raises(DamagedCheckpoint, match="outside"):
         open_checkpoint(folder)
+    assert tree(tmp_path) == before
 
 
 WEIGHT = "model/weight"
@@ -189,8 +236,10 @@ def name_it(name: str) -> Callable[[dict[str, Any]], None]:
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, change: Callable[..., None], words: str) -> None:
     folder = save(tmp_path)
     rewrite_manifest(folder, change)
+    before = tree(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=words):
         open_checkpoint(folder).read()
+    assert tree(tmp_path) == before
 
 
 def test_a_part_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
@@ -218,9 +267,7 @@ def test_the_first_checkpoints_still_open() -> None:
 
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["format"] = 99
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    rewrite_manifest(folder, lambda manifest: manifest.update(format=99))
     with pytest.raises(UserError, match="format 99"):
         open_checkpoint(folder)
 
@@ -259,6 +306,20 @@ def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
     folder = save(tmp_path, value=5.0)
     assert open_checkpoint(folder).read().model["weight"].unique().item() == 5.0
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("killed", ["between the renames", "after the renames"])
+def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path: Path, killed: str) -> None:
+    """As the last step is, when it was saved before it was evaluated."""
+    folder = save(tmp_path)
+    beside, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    shutil.copytree(folder, beside)
+    folder.rename(old)
+    if killed == "after the renames":
+        beside.rename(folder)
+    CheckpointManager(tmp_path).clean()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    open_checkpoint(folder).read()
 
 
 def test_latest_is_the_highest_step_not_the_newest_file(tmp_path: Path) -> None:

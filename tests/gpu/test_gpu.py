@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ToyRun
+from pool import Pool
 from torch import Tensor, nn
+from verify.runs import on
 
 import shoal
 from shoal.config import check_run, load_run
@@ -19,7 +22,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.launch.functions import run_function
 from shoal.parallel.weights import build
 from shoal.recipes import Recipe
-from shoal.strategies import DDPStrategy, FSDPStrategy
+from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.training import train
 from shoal.training.optimizer import build_optimizer
 from shoal.training.trainer import Trainer
@@ -28,19 +31,27 @@ from shoal.verify import prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
 @pytest.fixture(scope="module")
-def note() -> Iterator[Callable[[str, str], None]]:
-    """Collects rows of the result table, which is written when all tests have run."""
-    rows: list[tuple[str, str]] = []
-    yield lambda what, result: rows.append((what, result))
-    device, today = torch.cuda.get_device_name(), date.today().isoformat()
-    versions = f"torch {torch.__version__}, shoal {shoal.__version__}"
-    head = f"# On a GPU\n\nWritten by `make test-gpu` on {today}: {device}, {versions}.\n"
-    table = "".join(f"| {what} | {result} |\n" for what, result in rows)
-    PAGE.write_text(f"{head}\n| what | result |\n| --- | --- |\n{table}")
+def note() -> Callable[[str, str], None]:
+    """Writes a row of the result table; those of tests that do not run this time stay, with their date."""
+    about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, shoal {shoal.__version__}"
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {cells[0]: cells[1:] for line in lines if len(cells := line.strip("| ").split(" | ")) == 3}
+    kept = (
+        {what: cells for what, cells in rows.items() if what not in ("what", "---")} if about in "".join(lines) else {}
+    )
+
+    def write(what: str, result: str) -> None:
+        kept.pop(what, None)
+        kept[what] = [result, date.today().isoformat()]
+        head = f"# On a GPU\n\nWritten by `make test-gpu`: {about}.\n\n| what | result | on |\n| --- | --- | --- |\n"
+        PAGE.write_text(head + "".join(f"| {what} | {' | '.join(cells)} |\n" for what, cells in sorted(kept.items())))
+
+    return write
 
 
 def bdh(tmp_path: Path, **training: Any) -> dict[str, Any]:
@@ -79,27 +90,33 @@ LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 @pytest.mark.parametrize(
     ("model", "precision", "layouts", "options"),
     [
-        (bdh, "fp32", None, {}),
+        (bdh, "fp32", ["ddp", "fsdp", "fsdp_shard_grad_op", "fsdp_no_shard"], {}),
         (bdh, "fp16", ["fsdp"], {}),
         (llama, "fp32", ["ddp", "fsdp"], LEAN),
         (llama, "bf16", ["ddp", "fsdp"], LEAN),
         (llama, "pure_bf16", ["fsdp"], {"activation_checkpointing": "selective"}),
         (llama, "fp8", ["ddp", "fsdp"], {}),
         (llama, "bf16", ["fsdp"], {**LEAN, "compile": True}),
+        (llama, "fp32", ["tp", "tp_sp", "cp"], {}),
+        pytest.param(bdh, "fp32", ["zero_1", "zero_2", "zero_3"], {}, marks=needs_deepspeed),
+        pytest.param(llama, "bf16", ["zero_2", "zero_3"], LEAN, marks=needs_deepspeed),
+        pytest.param(llama, "fp16", ["zero_3"], {}, marks=needs_deepspeed),
+        (llama, "bf16", ["tp_sp"], {**LEAN, "compile": True}),
     ],
 )
 def test_two_ranks_on_one_gpu_equal_one(
     tmp_path: Path,
+    pool2: Pool,
     note: Callable[[str, str], None],
     model: Callable[..., dict[str, Any]],
     precision: str,
-    layouts: list[str] | None,
+    layouts: list[str],
     options: dict[str, Any],
 ) -> None:
     tree = model(tmp_path, mixed_precision=precision, gradient_accumulation=2, **options)
     tree["training"] |= {"batch_size": None, "global_batch_size": 22}
     tree["distributed"] = {"backend": "gloo"}
-    for verdict in prove(check_run(tree), procs=2, layouts=layouts, steps=2):
+    for verdict in prove(check_run(tree), procs=2, layouts=layouts, steps=2, runner=on(pool2)):
         failed = {check.name: check.detail for check in verdict.checks if not check.passed}
         assert failed == {}, verdict.layout
         gradients = {check.name: check.detail for check in verdict.checks}["gradients"]
@@ -139,8 +156,8 @@ def train_under_a_cap(name: str, cap_gib: float, options: dict[str, Any]) -> tup
     whole = torch.cuda.get_device_properties(0).total_memory / 2**30
     torch.cuda.set_per_process_memory_fraction(cap_gib / whole, 0)
     recipe, training = Large(), TrainingConfig(max_steps=1)
-    kind = DDPStrategy if name == "ddp" else FSDPStrategy
-    with kind(device="cuda", backend="gloo", **options) as strategy:
+    kinds = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "deepspeed": DeepSpeedStrategy}
+    with kinds[name](device="cuda", backend="gloo", **options) as strategy:
         model, weights = build(recipe.build_model, recipe.weights(), seed=0)
         plan = recipe.parallel_plan(model)
         model, optimizer = strategy.prepare(
@@ -168,6 +185,23 @@ def test_a_model_that_ddp_cannot_train(note: Callable[[str, str], None]) -> None
     ((alone, peak),) = run_function(train_under_a_cap, ("fsdp", cap, {"cpu_offload": True}), 1, "spawn")
     assert alone == pytest.approx(losses[""], rel=0.2)  # half the samples
     note("fsdp with cpu_offload on 1, the same", f"trains, peak {peak:.2f} GiB")
+
+
+@needs_deepspeed
+def test_zero_3_trains_a_model_that_ddp_cannot(note: Callable[[str, str], None]) -> None:
+    cap = 1.6
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_function(train_under_a_cap, ("ddp", cap, {}), 2, "spawn")
+    (sharded, _), _ = run_function(train_under_a_cap, ("fsdp", cap, {}), 2, "spawn")
+    for told, options in {
+        "optimizer offloaded": {"offload_optimizer": "cpu"},
+        "all offloaded": {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    }.items():
+        (loss, peak), _ = run_function(train_under_a_cap, ("deepspeed", cap, {"stage": 3, **options}), 2, "spawn")
+        assert peak < cap
+        assert loss == pytest.approx(sharded, rel=1e-3)
+        print(f"{cap} GiB: DDP is out of memory, ZeRO-3 with {told} peaks at {peak:.2f} GiB")
+        note(f"ZeRO-3 on 2, {told}, 128 million parameters, {cap} GiB each", f"trains, peak {peak:.2f} GiB")
 
 
 def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None]) -> None:
@@ -213,8 +247,7 @@ def test_no_step_waits_for_the_device(
         folder = toy.folder / mode
         folder.mkdir()
         train(check_run(llama(folder, **keys)))
-    fsdp = llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp", "backend": "gloo"}}
-    train(check_run(fsdp))
+    train(check_run(llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp"}}))
     kinds = "fp32, bf16, fp16, recomputed, chunked, fsdp on one process"
     note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")
 

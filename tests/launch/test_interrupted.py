@@ -119,6 +119,34 @@ def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: sig
     assert re.findall(r"stopped by (\w+) at step (\d+) of 1000; saved", run.out) == [(number.name, str(step))]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        *((whom, n) for whom in [*STOPS][:3] for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+        ("the terminal", signal.SIGINT),
+    ],
+)
+def test_a_signal_while_data_is_prepared(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], whom: str, number: signal.Signals
+) -> None:
+    """In one process; the others wait for it on the board."""
+    preparing = "pathlib.Path('preparing').touch(); time.sleep(100)"
+    change_recipe("    def build_model", f"    def prepare_data(self):\n        {preparing}\n\n    def build_model")
+    change_recipe("import torch\n", "import pathlib, time\nimport torch\n")
+    with Launched(toy, TWO) as run:
+        run.until(lambda: (toy.folder / "preparing").exists() and (toy.output / "logs" / "rank_1.log").exists())
+        time.sleep(1)  # until the other has installed its handlers
+        STOPS[whom](run, number)
+        told = signal.SIGTERM if number == signal.SIGUSR1 and whom == "the launcher" else number
+        assert run.wait(50) == 128 + told, run.err
+        assert run.nothing_left()
+    assert run.err == ""
+    # Of a signal that another rank got, rank 0 hears by the launcher, which ends it.
+    told = signal.SIGTERM if whom == "rank 1" else told
+    assert run.out == f"stopped by {told.name} before the first step; there was nothing to save\n"
+
+
 def test_killing_the_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "training.max_steps=1000", "checkpoint.every=null") as run:
         run.until((slow_toy.output / "report.txt").exists)

@@ -4,6 +4,7 @@ import builtins
 import json
 import logging
 import math
+import resource
 import time
 import types
 from collections.abc import Mapping
@@ -112,6 +113,61 @@ def test_tensorboard_hides_redone_steps(tmp_path: Path, resume_step: int, stands
     logger.close()
     scalars = read_tensorboard(tmp_path).Scalars("train/loss")
     assert [(event.step, event.value) for event in scalars] == [*((step, float(step)) for step in stands), (3, 30.0)]
+
+
+def test_tensorboard_forgets_redone_texts_and_what_was_half_written(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in (1, 2, 3, 4):
+        logger.log(step, {"train/loss": float(step)})
+        logger.text(step, "preview", f"text {step}")
+    logger.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])  # killed while writing the last one
+    stranger = tmp_path / "tensorboard" / "events.out.tfevents.0.elsewhere"
+    stranger.write_bytes(b"not an event" * 9)
+    logger = TensorBoardLogger(tmp_path, 2)
+    logger.log(3, {"train/loss": 30.0})
+    logger.text(3, "preview", "another text")
+    events = read_tensorboard(tmp_path)
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("preview/text_summary")]
+    assert texts == [b"text 1", b"text 2", b"another text"]
+    assert stranger.read_bytes() == b"not an event" * 9
+    assert len([*(tmp_path / "tensorboard").iterdir()]) == 3
+
+
+def test_tensorboard_with_an_evaluation_that_is_made_again(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in (1, 2):
+        logger.log(step, {"train/loss": 1.0})
+        logger.log(step, {"eval/loss": 2.0})
+    logger.close()
+    logger = TensorBoardLogger(tmp_path, 2, evaluates_again=True)
+    logger.log(2, {"eval/loss": 2.0})
+    events = read_tensorboard(tmp_path)
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+    assert [event.step for event in events.Scalars("eval/loss")] == [1, 2]
+
+
+# A disk that is full for a while
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loggers = Loggers([JsonlLogger(tmp_path, 0), TensorBoardLogger(tmp_path, 0)])
+    loggers.log(1, {"train/loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            for step in (2, 3, 4):
+                loggers.log(step, {"train/loss": float(step)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(caplog.messages) == 2  # once for each file
+    assert all("has to wait until it can be written: File too large" in message for message in caplog.messages)
+    loggers.log(5, {"train/loss": 5.0})
+    assert [record["train/loss"] for record in read_jsonl(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [event.value for event in read_tensorboard(tmp_path).Scalars("train/loss")] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 # Weights & Biases

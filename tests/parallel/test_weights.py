@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pool import Pool
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.parallel.weights import build, materialise
-from shoal.types import Weights
+from shoal.strategies import DDPStrategy, FSDPStrategy, SingleStrategy
+from shoal.types import ParallelPlan, Weights
 
 INIT = Weights("init")
 CPU = torch.device("cpu")
@@ -207,3 +211,43 @@ def test_weights_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         build(Tied, wanted, seed=0)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.half = nn.Linear(6, 5)  # its bias alone is in the file
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
+
+
+def reset_one(model: nn.Module, module: Any) -> None:
+    module.reset_parameters()
+
+
+def first_weights(kind: str, path: Path) -> dict[str, Tensor]:
+    strategy = {"single": SingleStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}[kind](device="cpu", seed=3)
+    with strategy:
+        model, weights = build(Adapted, Weights("files", files=(path,), reset=reset_one), 3)
+        trained = lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad])  # noqa: E731
+        model, optimizer = strategy.prepare(model, trained, ParallelPlan(), weights)
+        state = strategy.state(model, optimizer).model
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
+
+
+def test_what_files_lack_is_drawn_the_same_on_every_layout(tmp_path: Path, pool2: Pool) -> None:
+    stored = {"base.weight": torch.randn(5, 6), "base.bias": torch.randn(5), "half.bias": torch.randn(5)}
+    path = tmp_path / "weights.safetensors"
+    save_file(stored, path)
+    one = first_weights("single", path)
+    assert all(torch.equal(one[name], tensor) for name, tensor in stored.items())
+    assert one["down.weight"].any()
+    for kind in ("ddp", "fsdp"):
+        for got in pool2.run(first_weights, kind, path, init=False):
+            assert all(torch.equal(got[name], tensor) for name, tensor in one.items()), kind
+    with pytest.raises(UserError, match=r"no tensor 'half\.weight'"):
+        build(Adapted, Weights("files", files=(path,)), 3)
+    del stored["base.bias"]  # frozen, so that nothing would ever change what was drawn
+    save_file(stored, path)
+    with pytest.raises(UserError, match=r"no tensor 'base\.bias'"):
+        build(Adapted, Weights("files", files=(path,), reset=reset_one), 3)

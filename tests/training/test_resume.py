@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ToyRun
+from pool import Pool
 from safetensors.torch import load_file
 
-from shoal.checkpoint import find_latest_checkpoint
+from shoal.checkpoint import find_latest_checkpoint, store
+from shoal.config import load_run
 from shoal.errors import UserError
+from shoal.training import train
+from shoal.verify.chaos import _metric_problems, _tensorboard_problems
 
 
 def tensors(output: Path, step: int) -> dict[str, bytes]:
@@ -105,6 +112,92 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(toy: ToyRun, capfd: 
     assert tensors(toy.output, 8) == whole
 
 
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "delete":
+        path.unlink()
+    elif how == "truncate":
+        path.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncate", "delete", "flip"])
+def test_whatever_file_is_damaged_the_previous_checkpoint_is_used(
+    toy: ToyRun, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of one checkpoint after the other, each in another file."""
+    keys = ("training.max_steps=4", "checkpoint.keep_last=9", "training.mixed_precision=fp32")
+    toy.train(*keys)
+    newest = toy.output / "checkpoints" / "step_00000004"
+    whole = tensors(toy.output, 4)
+    files = sorted(path.name for path in newest.iterdir())
+    assert len(files) == 4
+    for file in files:
+        damage(newest / file, how)
+        capfd.readouterr()
+        outcome = toy.train(*keys)
+        assert (outcome.first_step, outcome.step) == (2, 4), file
+        told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert [line for line in told if "checkpoint step_00000004 is damaged and passed over" in line] == told
+        assert len(told) == 1
+        assert tensors(toy.output, 4) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["truncate", "delete", "flip"])
+def test_whatever_file_of_two_ranks_is_damaged(toy: ToyRun, pool2: Pool, how: str) -> None:
+    """Also one that a single rank reads."""
+    keys = ["training.max_steps=4", "checkpoint.keep_last=9", "distributed.strategy=fsdp"]
+    pool2.run(first_and_last_step, toy.config, keys, init=False)
+    newest = toy.output / "checkpoints" / "step_00000004"
+    files = sorted(path.name for path in newest.iterdir())
+    assert len(files) == 6
+    for file in files:
+        damage(newest / file, how)
+        assert pool2.run(first_and_last_step, toy.config, keys, init=False) == [(2, 4)] * 2, file
+
+
+def first_and_last_step(config: Path, overrides: list[str]) -> tuple[int, int]:
+    outcome = train(load_run(config, overrides))
+    return outcome.first_step, outcome.step
+
+
+def resigned(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """Changes manifest and trainer.json as someone would who knows how digests are made."""
+    manifest, trainer = (json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "trainer"))
+    manifest.pop("digest")
+    change(manifest, trainer)
+    text = json.dumps(trainer)
+    manifest["files"]["trainer.json"] = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
+    (folder / "trainer.json").write_text(text)
+    manifest["digest"] = store._manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest, trainer: trainer.pop("step"),
+        lambda manifest, trainer: trainer.update(step="4"),
+        lambda manifest, trainer: trainer.update(samples=-1),
+        lambda manifest, trainer: trainer.update(samples=1 << 70),
+        lambda manifest, trainer: trainer.update(skipped_steps=None),
+        lambda manifest, trainer: manifest.update(config=[1]),
+        lambda manifest, trainer: manifest.update(batches=[[0]]),
+        lambda manifest, trainer: manifest.update(batches=[[0, 0]]),
+        lambda manifest, trainer: manifest.update(batches=7),
+        lambda manifest, trainer: manifest.update(layout={"data_size": 0}),
+        lambda manifest, trainer: manifest.update(layout=None),
+    ],
+)
+def test_a_checkpoint_that_is_nowhere_in_a_run_is_passed_over(toy: ToyRun, change: Any) -> None:
+    toy.train("training.max_steps=4")
+    resigned(toy.output / "checkpoints" / "step_00000004", change)
+    assert toy.train("training.max_steps=4").first_step == 2
+
+
 def test_finished_runs_stay_finished(toy: ToyRun) -> None:
     first = toy.train()
     assert toy.train("training.max_steps=7").step == 10
@@ -124,10 +217,37 @@ def test_resume_from_a_path(toy: ToyRun) -> None:
     assert outcome.step == 10
     assert min(toy.metrics(output=other)) == 5
     assert tensors(other, 10) == tensors(toy.output, 10)
-    # Inside its own folder a path goes back, and what came after is set aside, not deleted.
-    toy.train(f"checkpoint.resume={start}", "checkpoint.keep_last=9")
-    assert (toy.output / "checkpoints" / "abandoned" / "step_00000010").is_dir()
-    assert tensors(other, 10) == tensors(toy.output, 10)
+    # Inside its own folder a path goes back, and what came after is set aside, not deleted, however often.
+    abandoned = toy.output / "checkpoints" / "abandoned"
+    for names in (["step_00000010"], ["step_00000010", "step_00000010.2"]):
+        toy.train(f"checkpoint.resume={start}", "checkpoint.keep_last=9")
+        assert sorted(path.name for path in abandoned.glob("step_00000010*")) == names
+        assert tensors(other, 10) == tensors(toy.output, 10)
+
+
+@pytest.mark.parametrize("key", ["damaged", "model.hidden=17", "experiment.seed=1"])
+def test_a_path_that_cannot_be_used_changes_nothing(toy: ToyRun, key: str) -> None:
+    toy.train("checkpoint.keep_last=9")
+    start = toy.output / "checkpoints" / "step_00000004"
+    if key == "damaged":
+        damage(start / "optimizer.safetensors", "flip")
+    before = sorted(path.name for path in start.parent.iterdir())
+    with pytest.raises(UserError):
+        toy.train(f"checkpoint.resume={start}", *(() if key == "damaged" else (key,)))
+    assert sorted(path.name for path in start.parent.iterdir()) == before
+
+
+def test_a_run_that_is_started_again_does_not_go_back_again(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.train("checkpoint.keep_last=9")
+    back = (f"checkpoint.resume={toy.output}/checkpoints/step_00000004", "checkpoint.keep_last=1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    first = toy.train(*back, "training.max_steps=8")  # killed before it got that far, it has to go back
+    assert (first.first_step, first.step) == (4, 8)
+    again = toy.train(*back)  # though the path itself is rotated away by now
+    assert (again.first_step, again.step) == (8, 10)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    with pytest.raises(UserError, match="no such folder"):  # but a person means what they say
+        toy.train(*back)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +270,34 @@ def test_another_run_in_the_same_folder_is_refused(toy: ToyRun, overrides: list[
         assert word in str(caught.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("locked", "keys", "words"),
+    [
+        ("out/checkpoints", [], "checkpoint.resume = auto: {}/out/checkpoints cannot be read: Permission denied"),
+        ("out/checkpoints", ["experiment.output_dir=new", "checkpoint.resume=out"], "out/checkpoints cannot be read"),
+        ("out/checkpoints/step_00000010", ["checkpoint.keep_last=1"], "cannot be used (.*Permission denied"),
+        ("out/checkpoints", ["launch.procs_per_node=2"], "Permission denied: '{}/out/checkpoints'"),
+    ],
+)
+def test_what_may_not_be_read_is_one_line(toy: ToyRun, locked: str, keys: list[str], words: str) -> None:
+    toy.train("checkpoint.keep_last=1")
+    drop = "-dac_override,-dac_read_search"  # with which root reads everything
+    as_others = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"] if os.geteuid() == 0 else []
+    if as_others and not shutil.which("setpriv"):
+        pytest.skip("runs as root, who may read everything")
+    path = toy.folder / locked
+    path.chmod(0)
+    command = [*as_others, sys.executable, "-m", "shoal", "train", "run.yaml", "training.max_steps=12", *keys]
+    try:
+        result = subprocess.run(command, cwd=toy.folder, capture_output=True, text=True, timeout=100)
+    finally:
+        path.chmod(0o755)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert re.search(words.format(toy.folder).replace("(", r"\("), result.stderr), result.stderr
+
+
 def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
     toy.train()
     allowed = "checkpoint.allow_changed=[dataset.size, training.global_batch_size]"
@@ -159,6 +307,24 @@ def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
 def test_rotation_keeps_the_last_k(toy: ToyRun) -> None:
     toy.train("checkpoint.keep_last=2")
     assert sorted(p.name for p in (toy.output / "checkpoints").iterdir()) == ["step_00000008", "step_00000010"]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_logs_of_an_interrupted_run(toy: ToyRun, change_recipe: Callable[[str, str], None], every: int) -> None:
+    """They are as if nobody had interrupted it, also where a process takes its first step between two lines."""
+    change_recipe(
+        "    def loss", '    def preview(self, model):\n        return f"{model[0].bias.sum()}"\n\n    def loss'
+    )
+    keys = ["logging.tensorboard=true", f"logging.every={every}", "training.eval_steps=4", "checkpoint.keep_last=9"]
+    whole, killed = toy.folder / "whole", toy.output
+    toy.train(*keys, f"experiment.output_dir={whole}")
+    toy.train(*keys)
+    for last in (6, 2, 4):
+        for step in range(last + 2, 12, 2):
+            shutil.rmtree(killed / "checkpoints" / f"step_{step:08d}")
+        toy.train(*keys)
+    assert _metric_problems(whole, killed, None) == []
+    assert _tensorboard_problems(whole, killed, None) == []
 
 
 def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def on(pool: Pool, tracer: Tracer = trace) -> Any:
     def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
         if procs == 1:
             return [trace(run, steps, shared)]
-        return pool.run(tracer, run, steps, shared, init=False)
+        return pool.run(tracer, run, steps, shared, init=False, timeout=180)
 
     return run_layout
 
@@ -39,7 +39,7 @@ def bdh(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: A
 
 def llama(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: Any) -> Run:
     """Two key/value heads for four, and a vocabulary that no number of ranks divides."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 259}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = {"config": {"model_type": "llama", **sizes, **heads}}
     return on_text(tmp_path, "causal_lm", model, distributed, **training)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint, write_checkpoint
-from shoal.verify.chaos import _difference, _metric_problems, _problems
+from shoal.observe.loggers import TensorBoardLogger
+from shoal.verify.chaos import _difference, _metric_problems, _problems, _tensorboard_problems
 
 KEYS = ["training.device=cpu", "training.eval_steps=10", "checkpoint.every=5", "logging.console=off"]
 
@@ -26,18 +29,38 @@ def test_a_run_survives(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("procs", [1, 2])
+def test_the_logs_of_a_run_that_was_killed_five_times(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], procs: int
+) -> None:
+    """What TensorBoard shows too, numbers and texts."""
+    preview = '    def preview(self, model):\n        return f"{model[0].bias.sum()}"\n\n'
+    change_recipe("    def loss", f"{preview}    def loss")
+    change_recipe('return {"x"', 'import time; time.sleep(0.01); return {"x"')
+    keys = [*KEYS, "training.max_steps=150", f"launch.procs_per_node={procs}", "logging.tensorboard=true"]
+    result = toy.shoal("chaos", "run.yaml", *keys, "training.eval_steps=3", "--kills", "5", "--json", timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(json.loads(result.stdout)["kills"]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("procs", [2, 4])
 def test_fifty_kills(toy: ToyRun, procs: int) -> None:
     import subprocess
     import sys
 
-    keys = [*KEYS, "training.max_steps=1500", f"launch.procs_per_node={procs}", "training.global_batch_size=8"]
+    keys = [*KEYS, "training.max_steps=1000", f"launch.procs_per_node={procs}", "training.global_batch_size=8"]
     keys += ["training.batch_size=null", "distributed.strategy=fsdp", "checkpoint.async_save=true"]
-    command = [sys.executable, "-m", "shoal", "chaos", "run.yaml", *keys, "--kills", "25", "--json"]
-    result = subprocess.run(command, cwd=toy.folder, capture_output=True, text=True, timeout=1400)
+    command = [sys.executable, "-m", "shoal", "chaos", "run.yaml", *keys, "logging.tensorboard=true"]
+    result = subprocess.run(
+        [*command, "--kills", "50", "--json"], cwd=toy.folder, capture_output=True, text=True, timeout=1700
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(json.loads(result.stdout)["kills"]) == 25
+    kills = json.loads(result.stdout)["kills"]
+    assert len(kills) == 50
+    assert {kill["moment"] for kill in kills} == {"in a step", "in an evaluation", "in a save"}
+    assert len({kill["victim"] for kill in kills}) == procs + 1
 
 
 def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
@@ -59,6 +82,22 @@ def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
     log = ends[1] / "metrics.jsonl"
     drop_last_line(log)
     assert "metrics.jsonl has" in _metric_problems(*ends, None)[0]
+
+
+def test_what_tensorboard_shows_is_compared(tmp_path: Path) -> None:
+    loggers = {name: TensorBoardLogger(tmp_path / name, 0) for name in ("a", "b")}
+    for logger in loggers.values():
+        logger.log(1, {"train/loss": 1.0, "train/grad_norm": float("nan"), "train/data_seconds": random.random()})
+        logger.text(1, "preview", "words")
+    folders = [tmp_path / name for name in loggers]
+    assert _tensorboard_problems(*folders, None) == []
+    loggers["b"].log(2, {"train/loss": 1.0})
+    assert _tensorboard_problems(*folders, None) == ["TensorBoard has 2 points of train/loss, the undisturbed one 1"]
+    loggers["a"].log(2, {"train/loss": 2.0})
+    assert _tensorboard_problems(*folders, None) == ["TensorBoard differs in train/loss at step 2"]
+    assert _tensorboard_problems(*folders, 1e-6) == []
+    loggers["a"].text(2, "sample", "words")
+    assert _tensorboard_problems(*folders, 1e-6) == ["TensorBoard has sample/text_summary in only one of them"]
 
 
 def drop_last_line(path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The arithmetic of the mesh: how many ranks along each side, and where each stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from shoal.config.batch import accumulation, derive_batches
+from shoal.config.schema import Config
+from shoal.errors import UserError
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first."""
+
+
+def fill_mesh(given: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """The sides of the mesh, -1 replaced by what is left of the world."""
+    sizes = {"dp_replicate": 1, "dp_shard": -1, **given}
+    open_sides = [name for name, size in sizes.items() if size == -1]
+    product = prod(size for size in sizes.values() if size != -1)
+    if len(open_sides) > 1:
+        raise UserError(f"distributed.mesh: {' and '.join(open_sides)} are both -1; give one of them")
+    shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, -1) != -1)
+    if open_sides and world_size % product == 0:
+        sizes[open_sides[0]] = world_size // product
+    elif open_sides:
+        raise UserError(f"distributed.mesh: {shown} does not divide the {world_size} processes there are")
+    elif product != world_size:
+        raise UserError(f"distributed.mesh: {shown} = {product}, but there are {world_size} processes")
+    return sizes
+
+
+def data_size(sizes: Mapping[str, int]) -> int:
+    """How many different slices of a batch there are."""
+    return prod(sizes.get(name, 1) for name in ("dp_replicate", "dp_shard"))
+
+
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Where a rank stands on the mesh."""
+    place = {}
+    for name in reversed(DIMENSIONS):
+        rank, place[name] = divmod(rank, sizes.get(name, 1))
+    return place
+
+
+def data_rank(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Which slice of a batch is that of the rank at this place."""
+    return place["dp_replicate"] * sizes.get("dp_shard", 1) + place["dp_shard"]
+
+
+def micro_batches_needed(schedule: str, num_stages: int) -> int:
+    """With fewer, the schedule of a pipeline cannot run."""
+    return num_stages if schedule == "1f1b" else 1
+
+
+def check_layout(config: Config, processes: int) -> int:
+    """Refuses a mesh that so many processes are not, or batches that do not fill it; how many slices of a batch it has.
+
+    Processes need not run yet.
+    """
+    distributed = config.distributed
+    if distributed.strategy != "3d" or distributed.mesh is None:
+        return processes
+    sizes = fill_mesh(distributed.mesh.model_dump(), processes)
+    slices, stages, schedule = data_size(sizes), sizes["pp"], distributed.pipeline.schedule
+    for phase in derive_batches(config.training, slices):
+        times, needed = accumulation(phase, slices), micro_batches_needed(schedule, stages)
+        if times < needed:
+            raise UserError(
+                f"distributed.mesh.pp = {stages} with schedule {schedule} needs {needed} micro-batches a step, but "
+                f"training.global_batch_size {phase.global_batch_size} = batch_size {phase.batch_size} × {times} × "
+                f"{slices} data-parallel; lower batch_size, or use gpipe"
+            )
+    return slices

@@ -1,0 +1,149 @@
+"""What ranks exchange inside a model, with its backward: every function here has another one as its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+# New names of torch 2.13, which warns of the old ones.
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+TOKENS = 1
+"""The dimension of tokens in hidden states (batch, time, embd)."""
+
+
+def sum_gradients(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor itself; its gradient is the sum over ranks."""
+    return _SumGradients.apply(tensor, group)
+
+
+def sum_over(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, which all ranks go on with alike."""
+    return _SumOver.apply(tensor, group)
+
+
+def gather_tokens(tensor: Tensor, group: Group) -> Tensor:
+    """All tokens of which each rank has some; every rank uses them for its part of the work."""
+    return _GatherTokens.apply(tensor, group)
+
+
+def scatter_tokens(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, of which each takes its tokens."""
+    return _ScatterTokens.apply(tensor, group)
+
+
+def gather_vocabulary(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
+    """Logits over the whole vocabulary, of which each rank has some along the last dimension; the last may have fewer.
+
+    Every rank goes on with all of them alike, so the gradient of a rank's own is a part of what it gets.
+    """
+    return _GatherVocabulary.apply(logits, vocabulary, group)
+
+
+def swap(tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
+    """Ranks that each have a part along `join` get all of it, of an equal part along `split`."""
+    return _Swap.apply(tensor, split, join, group)
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.group), None
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, vocabulary: int, group: Group) -> Tensor:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        chunk = -(-vocabulary // size)
+        ctx.own = slice(rank * chunk, rank * chunk + logits.shape[-1])
+        padded = torch.nn.functional.pad(logits, (0, chunk - logits.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat(parts, dim=-1)[..., :vocabulary]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[..., ctx.own], None, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
+        ctx.dimensions, ctx.group = (join, split), group
+        return _all_to_all(tensor, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        join, split = ctx.dimensions
+        return _all_to_all(gradient, join, split, ctx.group), None, None, None
+
+
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(tensor: Tensor, group: Group) -> Tensor:
+    part = tensor.movedim(TOKENS, 0).contiguous()
+    whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+    _GATHER(whole, part, group=group)
+    return whole.movedim(0, TOKENS)
+
+
+def _reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    size = dist.get_world_size(group)
+    whole = tensor.movedim(TOKENS, 0).contiguous()
+    part = whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
+    _SCATTER(part, whole, group=group)
+    return part.movedim(0, TOKENS)
+
+
+def _all_to_all(tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
+    size = dist.get_world_size(group)
+    sent = torch.stack(tensor.chunk(size, dim=split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=join)

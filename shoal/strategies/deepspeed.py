@@ -1,0 +1,420 @@
+"""ZeRO by DeepSpeed: a rank keeps its part of the optimizer (1), of the gradients too (2), of the weights too (3)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from shoal.config.deepspeed import fit_json, idle_keys, read_json
+from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.errors import UserError
+from shoal.parallel.buffers import MovingBuffers
+from shoal.parallel.shards import slices, whole_shape
+from shoal.parallel.weights import DRAWN, materialise
+from shoal.parallel.world import World
+from shoal.parallel.zero import (
+    Connection,
+    Partition,
+    Stretch,
+    cut_into_rows,
+    exchange,
+    load_deepspeed,
+    partition_each,
+    row_stretches,
+)
+from shoal.strategies.base import DistributedStrategy, Objective
+from shoal.torch_private import as_rows
+from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+
+CPU = torch.device("cpu")
+
+BY_ELEMENT = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD"}
+"""torch's optimizers that treat every element by itself, so that stepping a stretch of elements is stepping all."""
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """DeepSpeed's engine over all ranks. Losses, clipping, schedules and checkpoints are shoal's.
+
+    `config` is a DeepSpeed JSON, as a path or as a dict, in place of the other options.
+    """
+
+    name = "deepspeed"
+    needs_mesh = True
+    backs_plainly = False
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        offload_optimizer: str = "none",
+        offload_parameters: str = "none",
+        config: str | Mapping[str, Any] | None = None,
+        training: TrainingConfig | None = None,
+        **options: Any,
+    ):
+        """`training` is the run that a `config` has to agree with."""
+        given = {key: options.pop(key) for key in DeepSpeedConfig.model_fields.keys() & options.keys()}
+        given |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        self.zero = _check(stage, given)
+        without_use = {key: why for key, why in idle_keys(self.zero.stage).items() if _is_given(self.zero, key)}
+        self.idle = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
+        if config is not None:
+            self.zero = self._fit(config, training)
+        super().__init__(**options)
+        self.stage = self.zero.stage
+        self._check_options()
+        self._deepspeed = load_deepspeed(self.device)
+        self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
+        self._buffers = MovingBuffers(self.broadcast)
+        self._partition: Partition | None = None
+        self._seen_use = False
+
+    def _fit(self, config: str | Mapping[str, Any], training: TrainingConfig | None) -> DeepSpeedConfig:
+        if self.zero != DeepSpeedConfig():
+            raise UserError("DeepSpeedStrategy(config=…) says what the other options would; leave those out")
+        by_path = isinstance(config, str)
+        told = read_json(config) if isinstance(config, str) else dict(config)
+        where = f"distributed.deepspeed.config_file {config}" if by_path else "DeepSpeedStrategy(config=…)"
+        fitted = fit_json(told, training, World.from_environment().size, where)
+        self.idle = fitted.idle
+        return DeepSpeedConfig(**fitted.options)
+
+    def _check_options(self) -> None:
+        if self.device.type not in ("cpu", "cuda"):
+            raise UserError(
+                f"distributed.strategy = deepspeed runs on cuda and cpu, not on {self.device.type}; use single"
+            )
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise UserError(
+                f"training.mixed_precision = {self.precision} is not for strategy deepspeed; use bf16, or strategy fsdp"
+            )
+        if self.zero.cpu_checkpointing and self.activation_checkpointing.mode == "none":
+            raise UserError(
+                "distributed.deepspeed.cpu_checkpointing = true, but training.activation_checkpointing = none, so that "
+                "nothing is recomputed; use full"
+            )
+        if self.zero.cpu_checkpointing and self.compile:
+            raise UserError(
+                "distributed.deepspeed.cpu_checkpointing = true cannot look into compiled blocks; set training.compile "
+                "to false"
+            )
+
+    def mesh_sizes(self) -> dict[str, int]:
+        return {"dp_shard" if self.zero.stage == 3 else "dp_replicate": self.world.size}
+
+    def about(self) -> str:
+        split = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and weights"}[self.stage]
+        ranks = f"over {self.world.size} ranks" if self.world.size > 1 else "on one rank, so whole"
+        host = {"optimizer": self.zero.offload_optimizer, "weights": self.zero.offload_parameters}
+        there = " and ".join(what for what, device in host.items() if device == "cpu")
+        return f"deepspeed ZeRO-{self.stage}, {split} {ranks}" + (f", {there} in the host's memory" if there else "")
+
+    def setup(self) -> None:
+        super().setup()
+        self._connection.open()
+
+    def teardown(self) -> None:
+        self._end_engine()
+        self._connection.close()
+        super().teardown()
+
+    def _end_engine(self) -> None:
+        if self._partition is not None:
+            self._partition = None
+            self.engine.destroy()  # type: ignore[operator]
+
+    # The loop's verbs
+
+    def prepare(
+        self,
+        model: nn.Module,
+        build_optimizer: Callable[[nn.Module], Optimizer],
+        plan: ParallelPlan,
+        weights: Weights = DRAWN,
+    ) -> tuple[nn.Module, Optimizer]:
+        """The optimizer is built while parameters have their shapes; it comes back with this rank's part of them."""
+        self._end_engine()
+        self._transform(model, plan)
+        self._cast_inside(model)
+        if self.stage == 3:
+            cut_into_rows(model, self._rows_mesh())
+        # A model that was built is whole on the CPU; its parameters go to the device one by one.
+        one_by_one = self.stage == 3 and weights.kind == "built"
+        materialise(model, self.device, self.seed, weights, parameters_on=CPU if one_by_one else None)
+        optimizer = build_optimizer(model)
+        _check_optimizer(optimizer)
+        config = self.engine_config(model)
+        if self.stage == 3:
+            partition_each(self._deepspeed, config, model, optimizer)
+        self.engine, *_ = self._deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self._partition = Partition(self.engine, _names(model))
+        self._buffers, self._seen_use = MovingBuffers(self.broadcast), False
+        return model, optimizer
+
+    def _transform(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        plan = super()._transform(model, plan)
+        if self.zero.cpu_checkpointing:
+            for name in self.checkpointed_modules:
+                _keep_inputs_on_host(model.get_submodule(name), pin_memory=self.device.type == "cuda")
+        return plan
+
+    def engine_config(self, model: nn.Module) -> dict[str, Any]:
+        """What DeepSpeed is told. Its batch size, accumulation, clipping and types are not used: shoal sees to them."""
+        zero = self.zero.model_dump(
+            exclude={"zero_stage", "offload_optimizer", "offload_parameters", "cpu_checkpointing", "config_file"}
+        )
+        zero = {key: value for key, value in zero.items() if key not in idle_keys(self.stage)}
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        zero["reduce_bucket_size"] = self.zero.reduce_bucket_size or max(25 * 2**20 // 4, trained // 20)
+        if self.device.type == "cpu":
+            zero["overlap_comm"] = False  # there is nothing to overlap with
+        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        if self.zero.offload_optimizer == "cpu":
+            zero["offload_optimizer"] = host
+        if self.zero.offload_parameters == "cpu":
+            zero["offload_param"] = host
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "gradient_allreduce_op": "mean" if self.stage == 3 else "sum",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": self.stage, **zero},
+        }
+
+    def _cast_inside(self, model: nn.Module) -> None:
+        """The engine turns autocast off around the model; inside of it, it is turned on again."""
+        if self.precision == "fp32":
+            return
+        inner = model.forward
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return inner(*args, **kwargs)
+
+        model.forward = forward
+
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+    ) -> StepOutput:
+        with self._buffers.equal_at_start(model), self._seeing_all_used(model):
+            return super().forward_backward(model, micro_batches, recipe, step)
+
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        self.engine.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def back(self, loss: Tensor, scale: Tensor) -> None:
+        factor = self.data_size if self.stage == 3 else 1  # stage 3 averages over ranks and cannot do otherwise
+        self.engine.backward(loss * (scale * factor), scale_wrt_gas=False)  # type: ignore[operator]
+
+    @contextmanager
+    def _seeing_all_used(self, model: nn.Module) -> Iterator[None]:
+        """In the first step: a parameter without a gradient would get zeros, and be decayed all the same."""
+        if self._seen_use:
+            yield
+            return
+        unused = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p, name=name: unused.pop(name, None))
+            for name, p in list(unused.items())
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+        self._seen_use = True
+        if self.highest(bool(unused)):
+            first = next(iter(unused), "on another rank")
+            raise UserError(
+                f"some parameters took no part in the loss ({first}), and DeepSpeed would decay them all the same; "
+                "freeze or remove them"
+            )
+
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
+        """DeepSpeed decides on the host: it waits for the norm, and skips an update whose norm is not finite."""
+        scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
+        norm, skipped = self._parts.step(max_norm, scale)
+        told = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in (norm, skipped)]
+        info = StepInfo(*told)
+        if self.loss_scale:
+            self.loss_scale.update(info.skipped)
+        return info
+
+    def named_gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole ones, put together from all ranks."""
+        whole = self._deepspeed.utils.safe_get_full_grad
+        return {name: whole(p).detach().clone() for p, name in _names(model).items() if p.requires_grad}
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        return self._parts.parameter_bytes(model)
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        """Weights that every rank has, as they are; all else in rows, made of flat stretches one tensor at a time.
+
+        All ranks call it together. Rows are exchanged through the host's memory and stay there; where a part already
+        is rows it is not copied.
+        """
+        self.sync_buffers(model)
+        names, parts = _names(model), self._parts
+        tensors = {
+            name: self._rows(name, tensor, parts.weights(name, tensor))
+            if self.stage == 3 and tensor in names
+            else tensor.detach()
+            for name, tensor in _tensors(model)
+        }
+        moments: dict[str, dict[str, Tensor]] = {}
+        for parameter, name in names.items():
+            if slots := parts.slots(name):
+                moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
+        return TrainState(tensors, moments, self.loss_scale.state() if self.loss_scale else {})
+
+    @torch.no_grad()
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+        """The inverse, one tensor at a time. Weights that are not in the state stay as they are."""
+        names, parts = _names(model), self._parts
+        for name, tensor in _tensors(model):
+            if name not in state.model:
+                continue
+            if self.stage == 3 and tensor in names:
+                parts.weights(name, tensor).copy_(self._own_elements(name, tensor, state.model[name]))
+            else:
+                tensor.detach().copy_(_whole(state.model[name]))
+        parts.forget_slots()
+        for parameter, name in names.items():
+            for slot, value in state.optimizer.get(name, {}).items() if parameter.requires_grad else ():
+                if slot != "step" and tuple(value.shape) == whole_shape(parameter):
+                    parts.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
+                elif (kept := parts.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
+                    raise UserError(
+                        f"the {slot} of {name} is {_whole(value).item():g}, but {kept:g} of parameters beside it, and "
+                        "DeepSpeed keeps one for all of them; go on with another distributed.strategy"
+                    )
+        parts.settle(names)
+        own = self.loss_scale.state() if self.loss_scale else {}
+        for key in own.keys() & state.strategy.keys():
+            own[key].copy_(_whole(state.strategy[key]))
+
+    # Between them
+
+    @property
+    def _parts(self) -> Partition:
+        if self._partition is None:
+            raise UserError("DeepSpeedStrategy: call prepare(model, build_optimizer, plan) first")
+        return self._partition
+
+    def _rows_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh["dp_shard" if self.stage == 3 else "dp_replicate"]
+
+    def _rows(self, name: str, parameter: Tensor, own: Tensor) -> Tensor:
+        """From this rank's stretch of a tensor that is as large as the parameter, its rows."""
+        shape, before = whole_shape(parameter), self._parts.stretches[name]
+        if not shape:  # a number has none, so everyone gets it
+            return exchange(own, before, [Stretch(0, 1)] * self.world.size).view(())
+        rows = exchange(own, before, row_stretches(shape, self.world.size))
+        count = len(rows) // max(1, prod(shape[1:]))
+        return as_rows(rows.view(count, *shape[1:]), shape, self._rows_mesh())
+
+    def _own_elements(self, name: str, parameter: Tensor, value: Any) -> Tensor:
+        """This rank's stretch of a tensor that everyone has, or that is on disk, or in rows."""
+        shape, parts = whole_shape(parameter), self._parts
+        if not shape or (isinstance(value, Tensor) and not isinstance(value, DTensor)):
+            own = parts.own[name]
+            return _whole(value).flatten()[own.start :][: own.numel]
+        if isinstance(value, DTensor):
+            rows = value.redistribute(self._rows_mesh(), [Shard(0)]).to_local()
+        else:
+            places = slices(as_rows(torch.empty(0), shape, self._rows_mesh()))
+            rows = value.read([place.start for place in places], [place.stop - place.start for place in places])
+        return exchange(rows.flatten(), row_stretches(shape, self.world.size), parts.stretches[name])
+
+    # The small verbs
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        raise UserError(
+            "wrap_model: DeepSpeed takes model and optimizer together; use model, optimizer = "
+            "strategy.prepare(model, build_optimizer, plan), and strategy.engine in the forward"
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        scale = self.loss_scale.scale if self.loss_scale else torch.ones((), device=self.device)
+        self.back(loss, scale / self.data_size)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        raise UserError("clip_grad_norm: DeepSpeed clips while it steps; use strategy.step(optimizer, max_norm)")
+
+
+def _check(stage: int | None, options: dict[str, Any]) -> DeepSpeedConfig:
+    try:
+        zero = DeepSpeedConfig(zero_stage=stage, **options)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]).removeprefix("zero_") if first["loc"] else ""
+        where = f"DeepSpeedStrategy({key}={first['input']!r}): " if key else ""
+        raise UserError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
+    if zero.offload_parameters != "none" and zero.stage < 3:
+        raise UserError(
+            f"DeepSpeedStrategy(offload_parameters={zero.offload_parameters!r}): ZeRO stage {zero.stage} keeps all "
+            "weights on every device; use stage=3, or offload_optimizer alone"
+        )
+    return zero
+
+
+def _is_given(zero: DeepSpeedConfig, key: str) -> bool:
+    return bool(getattr(zero, key) != DeepSpeedConfig.model_fields[key].default)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses what is not the same on a stretch of all parameters laid end to end as on each of them."""
+    kind = type(optimizer)
+    if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim"):
+        raise UserError(
+            f"distributed.strategy = deepspeed steps flat parts of parameters, which {kind.__name__} is not known to "
+            f"take one element at a time; use one of torch.optim's {', '.join(sorted(BY_ELEMENT))}, or strategy ddp"
+        )
+    if optimizer.state:
+        raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
+
+
+def _keep_inputs_on_host(module: nn.Module, pin_memory: bool) -> None:
+    """What a recomputed block saves is what goes into it."""
+    recomputed = module.forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+            return recomputed(*args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; what is tied appears once, under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _whole(value: Any) -> Tensor:
+    tensor: Tensor = value if isinstance(value, Tensor) else value.read()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,359 @@
+"""DeepSpeed's JSON as people have it: each shape has its documented outcome, and so have the keys of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+
+from shoal.config import load_run
+from shoal.config.deepspeed import fit_json, read_json
+from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.errors import UserError
+
+AUTO = "auto"
+ZERO_2 = {"stage": 2}
+BATCH = {"global_batch_size": 32, "batch_size": 4, "gradient_accumulation": 4}
+
+
+def run(**training: Any) -> TrainingConfig:
+    return TrainingConfig(**{"max_steps": 100, "learning_rate": 3e-4, **BATCH, **training})
+
+
+HUGGING_FACE = {
+    "fp16": {"enabled": AUTO, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": AUTO},
+    "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO, "total_num_steps": AUTO},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "steps_per_print": 2000,
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "wall_clock_breakdown": False,
+}
+"""The one of transformers' documentation."""
+
+ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[str]]] = {
+    # name: the JSON, the run, the options that come out of it, keys among those that are reported as idle
+    "auto everywhere, stage 3 with offload": (
+        HUGGING_FACE,
+        run(lr_scheduler={"name": "linear"}, mixed_precision="bf16"),
+        {
+            "zero_stage": 3,
+            "offload_optimizer": "cpu",
+            "offload_parameters": "cpu",
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 10**9,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+        },
+        {"steps_per_print", "zero_optimization.stage3_gather_16bit_weights_on_model_save", "fp16.initial_scale_power"},
+    ),
+    "the least there is": ({"zero_optimization": {"stage": 1}}, run(), {"zero_stage": 1}, set()),
+    "stage 2 in scientific numbers": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "allgather_partitions": True,
+                "allgather_bucket_size": 2e8,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+                "reduce_bucket_size": 2e8,
+                "contiguous_gradients": True,
+            },
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 4,
+            "train_batch_size": 32,
+        },
+        run(),
+        {
+            "zero_stage": 2,
+            "allgather_bucket_size": 2 * 10**8,
+            "reduce_bucket_size": 2 * 10**8,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        {"zero_optimization.reduce_scatter", "zero_optimization.allgather_partitions"},
+    ),
+    "an fp16 block": (
+        {"fp16": {"enabled": True, "loss_scale": 0, "min_loss_scale": 1}, "zero_optimization": ZERO_2},
+        run(mixed_precision="fp16"),
+        {"zero_stage": 2},
+        {"fp16.loss_scale", "fp16.min_loss_scale"},
+    ),
+    "fp16 off, bf16 on": (
+        {"fp16": {"enabled": False}, "bfloat16": {"enabled": True}, "zero_optimization": ZERO_2},
+        run(mixed_precision="bf16"),
+        {"zero_stage": 2},
+        set(),
+    ),
+    "optimizer and schedule that say what the run says": (
+        {
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+            },
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "total_num_steps": 100,
+                    "warmup_num_steps": 10,
+                    "cos_min_ratio": 0.1,
+                    "warmup_type": "linear",
+                },
+            },
+            "gradient_clipping": 1.0,
+            "zero_optimization": ZERO_2,
+        },
+        run(warmup_steps=10),
+        {"zero_stage": 2},
+        {"optimizer.params.torch_adam"},
+    ),
+    "a schedule that ends constant": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}}, "zero_optimization": ZERO_2},
+        run(lr_scheduler={"name": "constant_with_warmup"}, warmup_steps=3),
+        {"zero_stage": 2},
+        set(),
+    ),
+    "the offload of old": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        run(),
+        {"zero_stage": 2, "offload_optimizer": "cpu"},
+        set(),
+    ),
+    "offload to nowhere": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "offload_param": {"device": "none"},
+            }
+        },
+        run(),
+        {"zero_stage": 2},
+        set(),
+    ),
+    "keys of stage 3 at stage 2": (
+        {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}},
+        run(),
+        {"zero_stage": 2},
+        {"zero_optimization.stage3_max_live_parameters", "zero_optimization.sub_group_size"},
+    ),
+    "keys of stage 2 at stage 3": (
+        {"zero_optimization": {"stage": 3, "allgather_bucket_size": 5e8}},
+        run(),
+        {"zero_stage": 3},
+        {"zero_optimization.allgather_bucket_size"},
+    ),
+    "activation checkpointing": (
+        {
+            "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True, "profile": False},
+            "zero_optimization": ZERO_2,
+        },
+        run(),
+        {"zero_stage": 2, "cpu_checkpointing": True},
+        {"activation_checkpointing.partition_activations", "activation_checkpointing.profile"},
+    ),
+    "watching it": (
+        {
+            "tensorboard": {"enabled": True, "output_path": "x"},
+            "wandb": {"enabled": False},
+            "flops_profiler": {"enabled": False},
+            "zero_allow_untested_optimizer": True,
+            "communication_data_type": "fp32",
+            "prescale_gradients": False,
+            "zero_optimization": ZERO_2,
+        },
+        run(),
+        {"zero_stage": 2},
+        {"tensorboard", "wandb", "flops_profiler", "zero_allow_untested_optimizer"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted(name: str) -> None:
+    told, training, options, idle = ACCEPTED[name]
+    fitted = fit_json(json.loads(json.dumps(told)), training, processes=2, where="ds.json")
+    assert fitted.options == options
+    assert idle <= fitted.idle.keys()
+    assert all(fitted.idle.values())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
+    "another batch": (
+        {"train_batch_size": 64},
+        run(),
+        "64 contradicts the run: the run has batch_size 4 × gradient_accumulation 4 × 2 processes = 32",
+    ),
+    "another micro-batch": ({"train_micro_batch_size_per_gpu": 8}, run(), "= 8 contradicts the run: the run has batch"),
+    "another accumulation": ({"gradient_accumulation_steps": 1}, run(), "gradient_accumulation 4 × 2 processes = 32"),
+    "accumulation against a schedule": (
+        {"gradient_accumulation_steps": 4},
+        run(global_batch_size=None, gradient_accumulation={0: 4, 2: 2}),
+        "gradient_accumulation_steps = 4 contradicts the run",
+    ),
+    "another clipping": ({"gradient_clipping": 0.3}, run(), "0.3 contradicts the run: training.max_grad_norm is 1.0"),
+    "clipping where there is none": ({"gradient_clipping": 1.0}, run(max_grad_norm=None), "max_grad_norm is None"),
+    "fp16 against bf16": (
+        {"fp16": {"enabled": True}},
+        run(mixed_precision="bf16"),
+        "fp16.enabled = true contradicts the run: training.mixed_precision is bf16; set that to fp16",
+    ),
+    "bf16 off against bf16": ({"bf16": {"enabled": False}}, run(mixed_precision="bf16"), "set that to fp32"),
+    "another optimizer": (
+        {"optimizer": {"type": "SGD", "params": {}}},
+        run(),
+        'optimizer.type = "SGD" contradicts the run: training.optimizer is adamw',
+    ),
+    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "use AdamW or SGD"),
+    "a learning rate": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
+        run(),
+        "optimizer.params.lr = 1e-05 contradicts the run: training.learning_rate is 0.0003",
+    ),
+    "Adam without the W": ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, run(), "not AdamW"),
+    "another schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, run(), "training.lr_scheduler is cosine"),
+    "a schedule nobody has": ({"scheduler": {"type": "OneCycle"}}, run(), "is not one that shoal has"),
+    "another warmup": (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}},
+        run(warmup_steps=5),
+        "warmup_num_steps = 7 contradicts the run: the run warms up for 5 steps",
+    ),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, run(), "use distributed.strategy: ddp"),
+    "no ZeRO at all": ({"zero_optimization": None}, run(), "zero_optimization = null should be an object"),
+    "weights to the host at stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        run(),
+        "stage 2 keeps all weights on every device; raise the stage",
+    ),
+    "NVMe": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}},
+        run(),
+        'offload_param.device = "nvme" is not there: offload goes to the host\'s memory; use cpu',
+    ),
+    "a slip of the pen": (
+        {"zero_optimization": {"stage": 2, "overlap_com": True}},
+        run(),
+        "did you mean zero_optimization.overlap_comm?",
+    ),
+    "another one": ({"gradient_cliping": 1.0}, run(), "did you mean gradient_clipping?"),
+    "gradients in half": ({"communication_data_type": "fp16"}, run(), "would change the training"),
+    "quantised weights": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, run(), "leave it out"),
+    "text for a number": (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
+        run(),
+        'reduce_bucket_size = "big"',
+    ),
+    "activations in parts": (
+        {"activation_checkpointing": {"partition_activations": True}},
+        run(),
+        "needs model parallelism",
+    ),
+    "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, run(), "amp = true would change the training"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    told, training, words = REFUSED[name]
+    with pytest.raises(UserError) as caught:
+        fit_json({"zero_optimization": ZERO_2, **told}, training, processes=2, where="ds.json")
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("ds.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_zero_it_is_another_strategy() -> None:
+    with pytest.raises(
+        UserError, match=r"ds.json has no zero_optimization; without ZeRO use distributed.strategy: ddp"
+    ):
+        fit_json({}, run(), 2, "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is no valid JSON"), ("[]", "holds a list, not an object"), ("{'stage': 3}", "no valid JSON")],
+)
+def test_a_file_that_is_not_one(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_json(str(tmp_path / "ds.json"))
+
+
+DEEPSPEED = "distributed.strategy=deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["distributed.zero_stage=0"], r"distributed.zero_stage \(command line\): stage 0 splits nothing"),
+        (["distributed.deepspeed.zero_stage=4"], "distributed.deepspeed.zero_stage"),
+        (["distributed.zero_stage=3", "distributed.deepspeed.zero_stage=1"], "deepspeed.zero_stage = 1, but its short"),
+        (["distributed.offload=all"], "ZeRO stage 2 keeps all weights on every device; use zero_stage: 3"),
+        (["distributed.zero_stage=3", "distributed.deepspeed.config_file=x.json"], "put it into the JSON"),
+        (
+            ["distributed.deepspeed.overlap_comm=true", "distributed.deepspeed.config_file=x.json"],
+            "put it into the JSON",
+        ),
+        (["distributed.deepspeed.zero_stages=2"], "did you mean distributed.deepspeed.zero_stage?"),
+    ],
+)
+def test_keys_that_contradict_each_other(toy: ToyRun, keys: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_run(toy.config, [DEEPSPEED, *keys])
+
+
+def test_short_forms_are_the_long_ones(toy: ToyRun) -> None:
+    short = load_run(toy.config, [DEEPSPEED, "distributed.zero_stage=3", "distributed.offload=all"])
+    section = "{zero_stage: 3, offload_optimizer: cpu, offload_parameters: cpu}"
+    long = load_run(toy.config, [DEEPSPEED, f"distributed.deepspeed={section}"])
+    assert short.config.distributed.zero == long.config.distributed.zero
+    # What is not in force may stay in a config.
+    assert (
+        load_run(toy.config, ["distributed.strategy=ddp", "distributed.offload=all"]).config.distributed.offload
+        == "all"
+    )
+
+
+def test_a_resolved_run_loads_again(toy: ToyRun) -> None:
+    for keys in (["distributed.zero_stage=3"], ["distributed.deepspeed.config_file=ds.json"]):
+        resolved = toy.folder / "resolved.yaml"
+        resolved.write_text(load_run(toy.config, [DEEPSPEED, *keys]).to_yaml())
+        assert load_run(resolved).config.distributed == load_run(toy.config, [DEEPSPEED, *keys]).config.distributed
+
+
+@pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3_offload", 3), ("zero3_json", 3)])
+def test_the_ready_configs_fit(monkeypatch: pytest.MonkeyPatch, name: str, stage: int) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    config = load_run(root / "configs" / f"{name}.yaml").config
+    zero = config.distributed.zero
+    if zero.config_file:
+        fitted = fit_json(read_json(zero.config_file), config.training, 2, zero.config_file)
+        assert fitted.idle.keys() == {"zero_optimization.offload_optimizer.pin_memory"}
+        zero = DeepSpeedConfig(**fitted.options)
+    assert zero.stage == stage
+    assert zero.offload_optimizer == ("none" if stage == 2 else "cpu")

@@ -1,0 +1,363 @@
+"""ZeRO by DeepSpeed: what a step agrees on over ranks, what a rank holds, what moves, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ToyRun
+from pool import Pool
+from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
+from torch import nn
+from typer.testing import CliRunner
+from verify.planted import Block, Ragged, Words
+
+from shoal.checkpoint import open_checkpoint
+from shoal.cli import app
+from shoal.config import load_run
+from shoal.data import BatchSchedule, Loader
+from shoal.errors import UserError
+from shoal.parallel.activation_checkpointing import num_recomputed
+from shoal.parallel.weights import build
+from shoal.strategies import DeepSpeedStrategy, SingleStrategy
+from shoal.training import train
+from shoal.types import ParallelPlan
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+
+ALL_SPLIT = {"stage": 3, "stage3_param_persistence_threshold": 0}
+STAGES: dict[str, dict[str, Any]] = {"1": {"stage": 1}, "2": {"stage": 2}, "3": ALL_SPLIT}
+
+
+def zero(options: dict[str, Any], recipe: Any, count: int = 3, sgd: bool = False) -> dict[str, Any]:
+    return steps(DeepSpeedStrategy(device="cpu", **options), recipe, count, sgd)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return steps(SingleStrategy(device="cpu"), Narrow(), 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fewer_rows_than_ranks(pool2: Pool, alone: dict[str, Any], stage: str) -> None:
+    """Frozen and shared parameters, and rows that end in the middle of a rank's part; moments too."""
+    ranks = pool2.run(zero, STAGES[stage], Narrow(), init=False)
+    for told in ranks:
+        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert told["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert told["eval"] == pytest.approx(alone["eval"], rel=1e-5)
+        assert worst(told, alone) < 2e-5
+        assert worst(told, alone, "moments") < 2e-5
+        assert (told["norm"], told["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 2, "offload_optimizer": "cpu"}, ALL_SPLIT | {"offload_parameters": "cpu"}]
+)
+def test_one_process(alone: dict[str, Any], options: dict[str, Any]) -> None:
+    told = zero(options, Narrow())
+    assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert worst(told, alone) < 2e-5
+    assert not torch.distributed.is_initialized()
+    assert "LOCAL_RANK" not in os.environ  # which would make another run think that it is one of several
+
+
+def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
+    ranks = pool2.run(zero, ALL_SPLIT | {"mixed_precision": "fp16"}, Overflowing(1), 4, init=False)
+    assert ranks[0]["skipped"] == ranks[1]["skipped"] == [0, 1, 0, 0]
+    assert ranks[0]["scale"] == ranks[1]["scale"] == 2.0**15
+    assert all(np.isfinite(tensor).all() for tensor in ranks[0]["weights"].values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_skips_together(pool2: Pool, stage: str) -> None:
+    for told in pool2.run(zero, STAGES[stage], Overflowing(0), 4, init=False):
+        assert told["skipped"] == [0, 1, 0, 0]
+        assert all(np.isfinite(tensor).all() for tensor in told["weights"].values())
+
+
+def held() -> tuple[list[int], int, int]:
+    """The largest parameter that was whole at any moment of the start, what is held in the end, and of how much."""
+    seen: list[int] = []
+    recipe = Ragged()
+    with DeepSpeedStrategy(device="cpu", **ALL_SPLIT) as strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        total = sum(p.nbytes for p in model.parameters())
+
+        def optimizer(model: nn.Module) -> Any:
+            seen.append(sum(p.to_local().nbytes for p in model.parameters()))  # type: ignore[operator]
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+        model, _ = strategy.prepare(model, optimizer, recipe.parallel_plan(model), weights)
+        return seen, strategy.parameter_bytes(model), total
+
+
+def test_no_rank_ever_has_the_whole_model(pool2: Pool) -> None:
+    for seen, after, total in pool2.run(held, init=False):
+        assert max(seen) <= 0.55 * total
+        assert after <= 0.55 * total
+
+
+def running_mean() -> tuple[Any, Any]:
+    recipe = Batched()
+    with DeepSpeedStrategy(device="cpu", stage=1) as strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        build_sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+        model, optimizer = strategy.prepare(model, build_sgd, ParallelPlan(), weights)
+        batches, rank = BatchSchedule.constant(8, 4), strategy.data_rank
+        loader = Loader(Words(), recipe.collate, batches, seed=0, data_rank=rank, data_size=2)
+        seen = []
+        model[2].register_forward_pre_hook(lambda module, inputs: seen.append(module.running_mean.clone()))
+        for step, micro_batches in zip(range(3), loader, strict=False):
+            strategy.forward_backward(model, micro_batches, recipe, step)
+            strategy.step(optimizer)
+        return seen[2].numpy(), model[2].running_mean.numpy().copy()
+
+
+def test_running_means_start_every_step_as_rank_0_has_them(pool2: Pool) -> None:
+    (first, after), (second, other) = pool2.run(running_mean, init=False)
+    assert np.array_equal(first, second)
+    assert not np.array_equal(after, other)  # they saw different samples since
+    assert np.abs(first).sum() > 0
+
+
+class Unused(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.spare = nn.Linear(2, 2)
+        model.forward = lambda input: nn.Sequential(*list(model.children())[:-1])(input)  # type: ignore[method-assign]
+        return model
+
+
+def refusal(options: dict[str, Any], recipe: Any) -> str:
+    try:
+        zero(options, recipe, 1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_without_a_gradient_is_refused() -> None:
+    """DeepSpeed would decay it, which no other layout does."""
+    assert "(spare.weight), and DeepSpeed would decay them" in refusal({"stage": 2}, Unused())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 0}, "use that, or 1, 2 or 3"),
+        ({"stage": 4}, "DeepSpeedStrategy(stage=4)"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer='disk'"),
+        ({"offload_parameters": "cpu"}, "ZeRO stage 2 keeps all weights on every device; use stage=3"),
+        ({"mixed_precision": "pure_bf16"}, "pure_bf16 is not for strategy deepspeed; use bf16"),
+        ({"cpu_checkpointing": True}, "nothing is recomputed; use full"),
+        ({"stage": 3, "config": {"zero_optimization": {"stage": 3}}}, "leave those out"),
+        ({"config": {"train_batch_size": 8, "zero_optimization": {"stage": 2}}}, "in a loop of your own leave it out"),
+        ({"config": "no such file.json"}, "cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    told = refusal(options, Ragged())
+    assert words in told
+    assert "\n" not in told
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(UserError, match=r"pip install 'shoal\[deepspeed\]'"):
+        DeepSpeedStrategy(device="cpu")
+
+
+def test_optimizers_that_need_whole_tensors_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with (
+        DeepSpeedStrategy(device="cpu") as strategy,
+        pytest.raises(UserError, match="Adafactor is not known to take one element at a time; use one of"),
+    ):
+        strategy.prepare(model, lambda m: torch.optim.Adafactor(m.parameters()), ParallelPlan())
+
+
+def by_hand(folder: str | None) -> list[float]:
+    """A loop of the user's own, which saves and loads in between."""
+    with DeepSpeedStrategy(device="cpu", stage=3) as strategy:
+        torch.manual_seed(0)
+        model, optimizer = strategy.prepare(
+            Ragged().build_model().eval(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), ParallelPlan()
+        )
+        losses = []
+        for step in range(4):
+            for last in (False, True):
+                with strategy.accumulate(strategy.engine, last=last):
+                    ids = torch.arange(6).view(1, 6) + strategy.rank + last
+                    loss = strategy.engine(input=ids).logsumexp(-1).mean() / 2
+                    strategy.backward(loss)
+            strategy.step(optimizer, 1.0)
+            losses.append(strategy.reduce(loss.detach()).item())
+            if folder and step == 1:
+                strategy.save_checkpoint(folder, model, optimizer, note="two")
+                assert strategy.load_checkpoint(folder, model, optimizer) == {"note": "two"}
+        return losses
+
+
+def test_a_loop_by_hand_saves_and_goes_on(pool2: Pool, tmp_path: Path) -> None:
+    undisturbed = pool2.run(by_hand, None, init=False)
+    assert pool2.run(by_hand, str(tmp_path / "step"), init=False) == undisturbed
+    assert len(set(undisturbed[0])) == 4
+
+
+@pytest.mark.parametrize("verb", ["wrap_model", "clip_grad_norm"])
+def test_verbs_that_it_cannot_have_say_what_to_use(verb: str) -> None:
+    arguments = [nn.Linear(2, 2), 1.0][: 1 if verb == "wrap_model" else 2]
+    with pytest.raises(UserError, match="use "):
+        getattr(DeepSpeedStrategy(device="cpu"), verb)(*arguments)
+
+
+def test_blocks_that_are_recomputed_keep_their_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    on_cpu = torch.autograd.graph.save_on_cpu
+
+    class Counted(on_cpu):  # type: ignore[misc,valid-type]
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            self.pack_hook, inner = (lambda t: packed.append(tuple(t.shape)) or inner(t)), self.pack_hook
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Counted)
+    options = {"stage": 2, "cpu_checkpointing": True, "activation_checkpointing": "full"}
+    recomputed = num_recomputed()
+    with DeepSpeedStrategy(device="cpu", **options) as strategy:
+        blocks = nn.Sequential(Block(), Block())
+        sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+        strategy.prepare(blocks, sgd, ParallelPlan(blocks=("0", "1")))
+        strategy.engine.set_gradient_accumulation_boundary(True)  # type: ignore[operator]
+        strategy.backward(strategy.engine(torch.randn(3, 16, requires_grad=True)).sum())
+    assert num_recomputed() == recomputed + 2
+    assert packed.count((3, 16)) == 2
+
+
+# Whole runs
+
+FROZEN = """
+from toy_recipe import Toy
+
+
+class Frozen(Toy):
+    def build_model(self):
+        model = super().build_model()
+        model[0].requires_grad_(False)
+        return model
+"""
+KEYS = ["training.global_batch_size=12", "training.batch_size=2", "model.dropout=0.0", "training.lr_scheduler=constant"]
+ZERO = ["distributed.strategy=deepspeed", "distributed.deepspeed.stage3_param_persistence_threshold=0"]
+
+
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, [*KEYS, *overrides])).step
+
+
+def test_frozen_layers_move_through_all_stages(toy: ToyRun, pool2: Pool) -> None:
+    (toy.folder / "frozen_recipe.py").write_text(FROZEN)
+    frozen = "recipe=frozen_recipe:Frozen"
+    chain: list[tuple[int, list[str]]] = [
+        (1, []),
+        (2, [*ZERO, "distributed.zero_stage=3"]),
+        (2, ["distributed.strategy=fsdp"]),
+        (1, [*ZERO, "distributed.zero_stage=2"]),
+        (2, [*ZERO, "distributed.zero_stage=1"]),
+    ]
+    for turn, (procs, keys) in enumerate(chain, start=1):
+        overrides = [frozen, f"training.max_steps={2 * turn}", *keys]
+        if procs == 1:
+            train_here(toy.config, overrides)
+        else:
+            pool2.run(train_here, toy.config, overrides, init=False)
+    train_here(toy.config, [frozen, f"experiment.output_dir={toy.folder}/alone"])
+    assert toy.metrics() == pytest.approx(toy.metrics(output=toy.folder / "alone"), rel=1e-4)
+    folders = (toy.output, toy.folder / "alone")
+    moved, whole = (open_checkpoint(folder / "checkpoints" / "step_00000010").read() for folder in folders)
+    assert moved.model.keys() == whole.model.keys()
+    assert torch.equal(moved.model["0.weight"], whole.model["0.weight"])  # frozen
+    for name, tensor in whole.model.items():
+        assert torch.allclose(moved.model[name], tensor, rtol=1e-4, atol=1e-6), name
+    assert moved.optimizer.keys() == whole.optimizer.keys() == {"3.weight", "3.bias"}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_run_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, stage: int) -> None:
+    keys = [*ZERO, f"distributed.zero_stage={stage}", "checkpoint.async_save=true"]
+    pool2.run(train_here, toy.config, [*keys, "training.max_steps=4"], init=False)
+    pool2.run(train_here, toy.config, keys, init=False)
+    pool2.run(train_here, toy.config, [*keys, f"experiment.output_dir={toy.folder}/undisturbed"], init=False)
+    folders = (toy.output, toy.folder / "undisturbed")
+    first, second = (open_checkpoint(folder / "checkpoints" / "step_00000010").read() for folder in folders)
+    assert all(torch.equal(tensor, second.model[name]) for name, tensor in first.model.items())
+    for name, slots in first.optimizer.items():
+        assert all(torch.equal(tensor, second.optimizer[name][slot]) for slot, tensor in slots.items())
+    assert toy.metrics() == toy.metrics(output=toy.folder / "undisturbed")
+
+
+def test_the_report_says_what_is_in_force(toy: ToyRun, pool2: Pool) -> None:
+    keys = ["distributed.strategy=deepspeed", "distributed.zero_stage=3", "distributed.offload=all"]
+    keys += ["distributed.deepspeed.allgather_bucket_size=1000", "distributed.fsdp.forward_prefetch=true"]
+    pool2.run(train_here, toy.config, keys, init=False)
+    report = (toy.output / "report.txt").read_text()
+    assert "ZeRO-3, optimizer, gradients and weights over 2 ranks, optimizer and weights in the host's memory" in report
+    assert "Sequential, 49 parameters" in report
+    assert "distributed.deepspeed.allgather_bucket_size: ZeRO stage 3 gathers weights when they are needed" in report
+    assert "distributed.fsdp: the strategy is deepspeed" in report
+
+
+def test_weights_from_elsewhere_are_taken(toy: ToyRun) -> None:
+    """Whose shapes are compared, though a parameter under ZeRO-3 is empty."""
+    train_here(toy.config, ["training.max_steps=2"])
+    source = toy.output / "checkpoints" / "step_00000002"
+    keys = [*ZERO, "distributed.zero_stage=3", f"checkpoint.init_from={source}", "training.max_steps=1"]
+    train_here(toy.config, [*keys, "training.learning_rate=1e-12", f"experiment.output_dir={toy.folder}/second"])
+    target = toy.folder / "second" / "checkpoints" / "step_00000001"
+    here, there = (open_checkpoint(folder).read().model for folder in (source, target))
+    assert all(torch.allclose(tensor, here[name]) for name, tensor in there.items())
+
+
+def test_an_infinite_loss_names_the_first_bad_module(toy: ToyRun, pool2: Pool) -> None:
+    recipe = (toy.folder / "toy_recipe.py").read_text()
+    spoiled = recipe.replace('return ((output - batch["y"]) ** 2).sum()', "return (output / 0).sum()")
+    (toy.folder / "toy_recipe.py").write_text(spoiled)
+    told = pool2.run(
+        failing, toy.config, [*ZERO, "distributed.zero_stage=3", "training.max_skipped_steps=2"], init=False
+    )
+    assert all("the first bad value is the loss, though the model's output is finite" in text for text in told)
+
+
+def failing(config: Path, overrides: list[str]) -> str:
+    try:
+        train_here(config, overrides)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_the_local_rank_may_come_before_the_command(toy: ToyRun) -> None:
+    result = CliRunner().invoke(app, ["--local_rank=1", "config", str(toy.config)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+def test_under_its_own_launcher(toy: ToyRun) -> None:
+    """Which puts --local_rank before the command."""
+    world = urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
+    launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--master_port=29611"]
+    command = ["--master_addr=127.0.0.1", "--module", "shoal", "train", str(toy.config), *KEYS, *ZERO]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, *command], cwd=toy.folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr
+    assert "finished at step 10" in result.stdout
+    assert "over 2 ranks" in (toy.output / "report.txt").read_text()

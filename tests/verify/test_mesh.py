@@ -1,0 +1,153 @@
+"""Tensor, context and pipeline parallelism and their products compute the training that one device does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pool import Pool
+from torch import Tensor
+
+from shoal.config import Run
+from shoal.errors import UserError
+from shoal.verify import prove
+from shoal.verify.trace import Trace, trace
+from verify.runs import bdh, failed, llama, on, on_text
+
+LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int) -> None:
+    """Eleven samples do not divide, and 259 tokens neither."""
+    run = llama(tmp_path, global_batch_size=11, gradient_accumulation=accumulation)
+    for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
+    run = llama(tmp_path, global_batch_size=11, gradient_accumulation=3)
+    for verdict in prove(run, 4, ["tp_fsdp", "tp_ddp", "cp_fsdp"], runner=on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
+    """As many micro-batches as the schedule needs; the last of them is short."""
+    run = llama(tmp_path, global_batch_size=11, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool) -> None:
+    """And three more than it needs."""
+    run = llama(tmp_path, global_batch_size=17, gradient_accumulation=5)
+    for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, LEAN, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16", **LEAN}])
+def test_more_pipelines_in_four(tmp_path: Path, pool4: Pool, options: dict[str, Any]) -> None:
+    run = llama(tmp_path, global_batch_size=25, gradient_accumulation=7, **options)
+    for verdict in prove(run, 4, ["pp", "pp_gpipe", "pp_ddp", "pp_fsdp", "pp_tp"], runner=on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+def test_three_dimensions_on_eight(tmp_path: Path) -> None:
+    run = llama(tmp_path, global_batch_size=17, gradient_accumulation=4)
+    with Pool(8, scratch=tmp_path) as pool8:
+        (verdict,) = prove(run, 8, ["pp_tp_fsdp"], runner=on(pool8))
+    assert failed(verdict) == {}
+
+
+def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+    run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
+    for pool, layouts in ((pool2, ["tp"]), (pool4, ["tp", "tp_fsdp"])):
+        for verdict in prove(run, pool.size, layouts, runner=on(pool)):
+            assert failed(verdict) == {}, verdict.layout
+
+
+def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None:
+    """Each of two ranks has at most 0.6 of the matrix products, the head and attention included."""
+    for model in (llama, bdh):
+        (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=on(pool2))
+        flops = {check.name: check.detail for check in verdict.checks}["matmul FLOPs"]
+        assert float(flops.split()[0]) <= 0.6
+
+
+def wide_llama(tmp_path: Path, **training: Any) -> Run:
+    """As many key/value heads as ranks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
+    model = {"config": {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 4}}
+    return on_text(tmp_path, "causal_lm", model, **training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, LEAN, {"compile": True}], ids=["plain", "lean", "compiled"])
+def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, options: dict[str, Any]) -> None:
+    run = wide_llama(tmp_path, global_batch_size=9, gradient_accumulation=2, **options)
+    for verdict in prove(run, 4, ["tp", "tp_sp", "cp", "tp_fsdp", "cp_fsdp"], runner=on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},  # norms inside attention
+        {"model_type": "qwen2", "num_key_value_heads": 2},  # biases of columns
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},  # and of rows
+        {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 2},
+        pytest.param({"model_type": "gpt_neox"}, marks=pytest.mark.slow),  # query, key and value in one layer
+        pytest.param({"model_type": "gemma2", "head_dim": 8}, marks=pytest.mark.slow),  # logits changed after the head
+    ],
+    ids=lambda keys: "-".join(str(value) for value in keys.values()),
+)
+def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 259}
+    model = {"config": {**sizes, "num_attention_heads": 4, **keys}}
+    capped = keys["model_type"] == "gemma2"  # its head stays whole on every rank
+    layouts = ["tp"] if capped else ["tp", "tp_sp"]
+    for verdict in prove(on_text(tmp_path, "causal_lm", model, global_batch_size=6), 2, layouts, runner=on(pool2)):
+        assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
+
+
+def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+    """What each rank knows of a gradient is taken for all of it."""
+    with patch("shoal.parallel.tensor.sum_gradients", lambda tensor, group: tensor):
+        return trace(run, steps, shared)
+
+
+def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+    """Ranks attend to their own tokens alone."""
+    with patch("shoal.parallel.context.swap", lambda tensor, split, join, group: tensor):
+        return trace(run, steps, shared)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tracer"),
+    [("tp", trace_without_sums), ("tp_sp", trace_without_sums), ("cp", trace_with_all_heads_swapped)],
+)
+def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str, tracer: Any) -> None:
+    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=on(pool2, tracer))
+    assert "gradients" in failed(verdict)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "words"),
+    [
+        (llama, {"tp": 4}, "tp = 4 does not divide model.config.num_key_value_heads = 2"),
+        (llama, {"cp": 4}, "tp × cp = 4 does not divide model.config.num_key_value_heads = 2"),
+        (llama, {"pp": 8}, "pp = 8 is more than model.config.num_hidden_layers = 4"),
+        (bdh, {"tp": 3}, "tp = 3 does not divide model.n_head = 4"),
+        (bdh, {"pp": 2}, "share their weights"),
+        (bdh, {"cp": 2}, "not for BDH"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_starts(
+    tmp_path: Path, model: Any, mesh: dict[str, int], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        model(tmp_path, distributed={"strategy": "3d", "mesh": mesh}, global_batch_size=8)

@@ -1,0 +1,94 @@
+"""ZeRO 1, 2 and 3 by DeepSpeed compute the training that one device does, and do their work."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+
+from shoal.errors import UserError
+from shoal.verify import prove
+from shoal.verify.layouts import LAYOUTS
+from verify.runs import bdh, failed, llama, on, ragged
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+
+STAGES = ["zero_1", "zero_2", "zero_3"]
+ALL_SPLIT = {"stage3_param_persistence_threshold": 0}
+MODELS = {"bdh": bdh, "llama": llama}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
+    """A ragged batch that does not divide, and parameters that do not."""
+    run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=11, gradient_accumulation=accumulation)
+    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+        told = {check.name: check.detail for check in verdict.checks}
+        assert told["optimizer bytes"].startswith("0.50 of one device's")
+        assert told["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
+
+
+def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool) -> None:
+    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_half_precision(pool2: Pool) -> None:
+    run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=8, mixed_precision="bf16")
+    for verdict in prove(run, 2, ["zero_2", "zero_3"], runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+def test_offloaded(pool2: Pool) -> None:
+    offload = {**ALL_SPLIT, "offload_optimizer": "cpu"}
+    run = ragged(distributed={"deepspeed": offload}, global_batch_size=11, gradient_accumulation=3)
+    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_model_recomputed_and_chunked_in_half_precision(pool2: Pool, tmp_path: Path, precision: str) -> None:
+    less_memory = {"activation_checkpointing": "full", "loss_chunks": 3, "mixed_precision": precision}
+    run = llama(tmp_path, {"deepspeed": ALL_SPLIT}, global_batch_size=8, gradient_accumulation=2, **less_memory)
+    (verdict,) = prove(run, 2, ["zero_3"], runner=on(pool2))
+    assert failed(verdict) == {}
+
+
+def test_what_it_has_not_is_said() -> None:
+    with pytest.raises(UserError, match="--strategies zero_2: it has no pure_bf16"):
+        prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["zero_2"])
+
+
+def test_without_the_package_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.verify.layouts.find_spec", lambda name: None)
+    told = LAYOUTS["zero_1"].unfit(ragged(global_batch_size=8), 2)
+    assert told is not None
+    assert "shoal[deepspeed]" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("less_memory", [{}, {"activation_checkpointing": "full"}, {"loss_chunks": 4}])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_matrix(
+    pool2: Pool, pool4: Pool, tmp_path: Path, procs: int, accumulation: int, less_memory: dict[str, Any], model: str
+) -> None:
+    keys = {"global_batch_size": 13, "gradient_accumulation": accumulation, **less_memory}
+    run = MODELS[model](tmp_path, {"deepspeed": ALL_SPLIT}, **keys)
+    for verdict in prove(run, procs, STAGES, runner=on({2: pool2, 4: pool4}[procs])):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled(pool2: Pool, tmp_path: Path, model: str) -> None:
+    run = MODELS[model](tmp_path, global_batch_size=8, gradient_accumulation=2, compile=True)
+    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
