@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verify.runs import failed, on
 
+from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.parallel.world import free_port
+from shoal.verify import prove
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "bdh" / "train.py"
+SHARED_LAYERS = ROOT / "examples" / "tensor_parallel" / "train.py"
 SIZES = ["--n_layer", "2", "--n_embd", "16", "--mlp_internal_dim_multiplier", "8", "--block_size", "32"]
 TINY = [*SIZES, "--device", "cpu", "--max_iters", "8", "--warmup_iters", "2", "--log_freq", "1", "--save_freq", "2"]
 ITER = re.compile(r"^iter (\d+)  loss (\S+)", re.M)
@@ -30,19 +34,19 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("bdh_example", EXAMPLE)
+def load_example(path: Path = EXAMPLE) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_example", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def run_on_two(arguments: list[str], log: str) -> None:
+def run_on_two(arguments: list[str], log: str, path: Path = EXAMPLE) -> None:
     """In a worker of the pool, with what it prints kept."""
     with Path(f"{log}.{os.environ['RANK']}").open("w") as file:
         stdout, sys.stdout = sys.stdout, file
         try:
-            load_example().main(arguments)
+            load_example(path).main(arguments)
         finally:
             sys.stdout = stdout
 
@@ -239,6 +243,43 @@ def test_half_precision_and_your_own_text(alone, tmp_path):
     assert half != exact
     assert half == pytest.approx(exact, rel=0.02)
     assert exact[8] < exact[1] - 0.1
+
+
+def test_two_processes_that_share_every_layer_train_as_one(pool2, capsys, tmp_path):
+    step = re.compile(r"^step (\d+)  loss (\S+)", re.M)
+
+    def alone(*arguments: str) -> dict[str, str]:
+        capsys.readouterr()
+        load_example(SHARED_LAYERS).main(["--device", "cpu", *arguments])
+        return dict(step.findall(capsys.readouterr().out))
+
+    def on_two(*arguments: str) -> dict[str, str]:
+        log = tmp_path / "log"
+        pool2.run(run_on_two, ["--device", "cpu", *arguments], str(log), SHARED_LAYERS, init=False)
+        assert Path(f"{log}.1").read_text() == ""
+        return dict(step.findall(Path(f"{log}.0").read_text()))
+
+    def numbers(told: dict[str, str]) -> dict[str, Any]:
+        return {step: pytest.approx(float(loss), abs=2e-5) for step, loss in told.items()}
+
+    whole = alone("--steps", "30", "--output_dir", str(tmp_path / "a"))
+    assert list(whole) == ["10", "20", "30"]
+    assert float(whole["30"]) < float(whole["10"]) - 0.3
+    halves = on_two("--steps", "20", "--output_dir", str(tmp_path / "b"))
+    halves |= alone("--steps", "30", "--output_dir", str(tmp_path / "b"))  # goes on from what two have saved
+    assert {step: float(loss) for step, loss in halves.items()} == numbers(whole)
+
+
+def test_the_model_of_the_mesh_page_is_cut_as_its_plan_says(pool2, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "mesh.md").read_text()
+    source = re.search(r"^```python\n(# counting.py.*?)^```", page, re.M | re.S)[1]
+    config = re.search(r"^```yaml\n(# run.yaml.*?)^```", page, re.M | re.S)[1]
+    (tmp_path / "counting.py").write_text(source)
+    (tmp_path / "run.yaml").write_text(config)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for verdict in prove(load_run(tmp_path / "run.yaml"), 2, ["tp", "tp_sp", "pp"], 2, runner=on(pool2)):
+        assert verdict.checks, verdict
+        assert failed(verdict) == {}, verdict.layout
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -49,7 +48,7 @@ class TensorParallel:
         if self.sequence and "sequence" not in styles.values():
             raise UserError(
                 "distributed.tensor.sequence_parallel = true, but the recipe's plan names no modules that treat every "
-                "token by itself; set it to false"
+                "token by itself, or the model makes masks for whole sequences; set it to false"
             )
         parts, modules = self._cut(model, styles), dict(model.named_modules())
         for name, style in styles.items():
@@ -163,6 +162,9 @@ class TensorParallel:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise UserError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut by its tokens")
 
+        see(module, local)
+        inner, chunk = module.forward, -(-module.num_embeddings // self.size)  # it may scale what it finds
+
         def embed(tokens: Tensor) -> Tensor:
             self.scattered = self.sequence and tokens.shape[-1] % self.size == 0
             if self.sequence and not self.scattered and torch.is_grad_enabled():
@@ -170,11 +172,14 @@ class TensorParallel:
                     f"distributed.tensor.sequence_parallel = true, but {self.size} ranks cannot share sequences of "
                     f"{tokens.shape[-1]} tokens evenly; choose a length that is a multiple, or set it to false"
                 )
-            weight = local(module.weight)
-            chunk = -(-module.num_embeddings // self.size)
-            own = tokens - self.rank * chunk
-            foreign = (own < 0) | (own >= len(weight))
-            rows = F.embedding(own.masked_fill(foreign, 0), weight)
+            first, last = self.rank * chunk, min((self.rank + 1) * chunk, module.num_embeddings)
+            foreign = (tokens < first) | (tokens >= last)
+            padding = module.padding_idx  # the row that gets no gradient, by its place among all
+            module.padding_idx = padding - first if padding is not None and first <= padding < last else None
+            try:
+                rows = inner((tokens - first).masked_fill(foreign, 0))
+            finally:
+                module.padding_idx = padding
             return self.leave(rows.masked_fill(foreign[..., None], 0))
 
         module.forward = embed  # type: ignore[method-assign, assignment]

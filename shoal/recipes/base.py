@@ -76,8 +76,8 @@ class Recipe:
         flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
         flat_ids = {id(p) for p in flat}
         decayed = [p for p in trainable if id(p) not in flat_ids]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+        # Also empty ones: a stage of a pipeline has as many groups as the whole model.
+        return [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """How the model may be cut; by default its longest list of like modules are the blocks."""

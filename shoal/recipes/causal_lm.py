@@ -418,6 +418,8 @@ def _tensor_styles(model: Any, blocks: Sequence[str], head: str | None) -> dict[
     if head is None or embed is None:
         return styles
     styles |= {embed: "vocabulary", head: "vocabulary"}
+    if not any(hasattr(module, "exchange") for module in model.modules()):
+        return styles  # the masks that it makes are as long as what it is given
     known = {name for name, _ in model.named_modules() if any(_is(name, pattern) for pattern in styles)}
     for name, module in model.named_modules():
         inside = any(name == other or name.startswith(f"{other}.") for other in known)

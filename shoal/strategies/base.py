@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
@@ -217,27 +218,40 @@ class DistributedStrategy:
         batches = [self.ready(micro, recipe) for micro in micro_batches]
         count = self.reduce(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = (self.loss_scale.scale if self.loss_scale else 1.0) / count.clamp(min=1)
-        scales = [per_count * micro.weight for micro in micro_batches]
-        losses = self.run_micro_batches(batches, scales, recipe, step)
+        losses = self.run_micro_batches(batches, micro_batches, per_count, recipe, step)
         return StepOutput(self.reduce(self._sum(losses, micro_batches)), count)
 
     def run_micro_batches(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self,
+        batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
+        per_count: Tensor,
+        recipe: Objective,
+        step: int,
     ) -> list[Tensor]:
-        """Forward and backward of all of them; what each is backed through with is its scale."""
+        """Forward and backward of all of them, each through its loss times `per_count`, or times 0 if it is a filler.
+
+        `batches` are the micro-batches as the model sees them.
+        """
         losses = []
-        for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
+        for index, (batch, micro) in enumerate(zip(batches, micro_batches, strict=True)):
             self._seed_generators(step, index)
+            scale = per_count * micro.weight
             with self.accumulate(self.engine, last=index == len(batches) - 1):
                 with self.autocast(), self.scoring(batch, scale):
-                    loss = check_loss(recipe.loss(self.engine(**recipe.inputs(batch)), batch))
-                self.back(loss, scale)
+                    loss = recipe.loss(self.engine(**recipe.inputs(batch)), batch)
+                if loss.ndim:
+                    raise not_a_number(loss)
+                if self.backs_plainly:
+                    loss.backward(scale)  # for fewer operations than multiplying
+                else:
+                    self.back(loss, scale)
             losses.append(loss.detach().float())
         return losses
 
     def back(self, loss: Tensor, scale: Tensor) -> None:
-        """Through a micro-batch's loss times `scale`."""
-        loss.backward(scale)  # for fewer operations than multiplying
+        """Through a micro-batch's loss times `scale`, where that is not plain torch's."""
+        raise NotImplementedError
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
@@ -319,6 +333,10 @@ class DistributedStrategy:
         """Of all tensors of the model, given those that this rank has a part of. All ranks call it."""
         return {name: [*tensor.shape] for name, tensor in named.items()}
 
+    def over_stages(self, number: int) -> int:
+        """The sum over ranks that have other tensors of the model. All ranks call it."""
+        return number
+
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         own = self.loss_scale.state() if self.loss_scale else {}
         restore_state(model, optimizer, own, state)
@@ -358,7 +376,7 @@ class DistributedStrategy:
         tensor = tensor.clone()
         for group in self.data_groups:
             dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
-        return tensor / self.data_size if op == "mean" else tensor
+        return tensor / prod(map(dist.get_world_size, self.data_groups)) if op == "mean" else tensor
 
     def highest(self, number: int, among: Sequence[dist.ProcessGroup | None] = (None,)) -> int:
         """The highest that any rank says. Goes over CPU tensors, so that no device is waited for."""
@@ -482,10 +500,8 @@ class DistributedStrategy:
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
 
 
-def check_loss(loss: Tensor) -> Tensor:
-    if loss.ndim:
-        raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
-    return loss
+def not_a_number(loss: Tensor) -> UserError:
+    return UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
 
 
 def find_device(wanted: str, local_rank: int) -> torch.device:

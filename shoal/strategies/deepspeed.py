@@ -124,6 +124,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().setup()
         self._connection.open()
 
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is not None:
+            self._connection.close()  # what it changed for the whole process; nothing that peers take part in
+        super().__exit__(error, *rest)
+
     def teardown(self) -> None:
         self._end_engine()
         self._connection.close()

@@ -186,10 +186,12 @@ class FSDPStrategy(DistributedStrategy):
         for root in self.roots(model):
             fully_shard(root, mp_policy=types, **options)
         if self.forward_prefetch:
-            chain = [model, *(model.get_submodule(name) for name in self.units)]
-            for module, following in pairwise(chain):
-                assert isinstance(module, FSDPModule)
-                module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+            for root in self.roots(model):
+                inside = set(root.modules())
+                units = [unit for unit in map(model.get_submodule, self.units) if unit in inside]
+                for module, following in pairwise([root, *units]):
+                    assert isinstance(module, FSDPModule)
+                    module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
         for unit in self._fsdp_modules(model):
             unit.register_forward_hook(_free_without_backward)  # type: ignore[attr-defined]
 
@@ -255,7 +257,11 @@ class FSDPStrategy(DistributedStrategy):
 
     def norm(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
         parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        return total_norm((p.grad, split_over(getattr(p, "shard_of", p))) for p in parameters)
+        return self.whole_norm(total_norm((p.grad, split_over(getattr(p, "shard_of", p))) for p in parameters))
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Of the whole model's gradient, given that of what this rank and those it shards with have."""
+        return norm
 
     def zero_gradients(self, optimizer: Optimizer) -> None:
         drop_gradients(p for group in optimizer.param_groups for p in group["params"])
@@ -263,7 +269,7 @@ class FSDPStrategy(DistributedStrategy):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         self._refuse_loss_scale()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = total_norm((local_part(g), split_over(g)) for g in gradients)
+        norm = self.whole_norm(total_norm((local_part(g), split_over(g)) for g in gradients))
         for gradient in gradients:
             local_part(gradient).div_((norm / max_norm).clamp(min=1))
         return norm

@@ -20,8 +20,8 @@ from shoal.parallel.context import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.tensor import TensorParallel
-from shoal.strategies.base import Objective, check_loss
-from shoal.strategies.fsdp import FSDPStrategy
+from shoal.strategies.base import Objective, not_a_number
+from shoal.strategies.fsdp import CPU, FSDPStrategy
 from shoal.types import MicroBatch, ParallelPlan
 
 
@@ -55,11 +55,24 @@ class MeshStrategy(FSDPStrategy):
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         if place["pp"] or place["cp"]:  # other tokens, or other layers
             self.draws_as = (self.data_rank, place["pp"], place["cp"])
-        if schedule == "zbv" and self.compile and self.sizes["pp"] > 1:
+        at_once = {
+            "training.compile = true": self.compile,
+            f"training.loss_chunks = {self.loss_chunks}": self.loss_chunks > 1,
+            f"distributed.mesh.tp = {self.sizes['tp']}": self.sizes["tp"] > 1,
+        }
+        for what, given in at_once.items():
+            if given and schedule == "zbv" and self.sizes["pp"] > 1:
+                raise UserError(
+                    f"distributed.pipeline.schedule = zbv takes a backward in two halves, but {what} makes all "
+                    "gradients at once; use interleaved"
+                )
+        if self.sizes["pp"] > 1 and self.reduce_every_micro_batch:
             raise UserError(
-                "distributed.pipeline.schedule = zbv takes a backward in two halves, which a compiled one does not "
-                "have; set training.compile to false, or use interleaved"
+                "distributed.fsdp.reduce_every_micro_batch = true, but a pipeline sums gradients over ranks after its "
+                "last micro-batch; leave it out"
             )
+        if self.sizes["pp"] == 1 and schedule != "1f1b":
+            self.idle = {"distributed.pipeline.schedule": "distributed.mesh.pp is 1"}
         if sequence_parallel and self.sizes["tp"] == 1:
             raise UserError(
                 "distributed.tensor.sequence_parallel = true is a way of tensor parallelism, but distributed.mesh.tp "
@@ -143,24 +156,38 @@ class MeshStrategy(FSDPStrategy):
         batch = super().ready(micro, recipe)
         if self.sizes["cp"] > 1 or self.sequence_parallel:
             batch = recipe.split_sequence(batch, self.place_on_mesh["cp"], self.sizes["cp"])
+            tokens = batch["input_ids"].shape[1]
+            if self.sequence_parallel and tokens % self.sizes["tp"]:  # the rank with the embedding alone would see it
+                raise UserError(
+                    f"distributed.tensor.sequence_parallel = true, but tp {self.sizes['tp']} does not divide the "
+                    f"{tokens} tokens that a rank has of a sequence; choose another dataset.seq_length"
+                )
         return batch
 
     def run_micro_batches(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self,
+        batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
+        per_count: Tensor,
+        recipe: Objective,
+        step: int,
     ) -> list[Tensor]:
         if self.pipeline is None:
-            return super().run_micro_batches(batches, scales, recipe, step)
+            return super().run_micro_batches(batches, micro_batches, per_count, recipe, step)
         # A short window at the end of the data is filled up with what counts for nothing.
         missing = max(0, micro_batches_needed(self.schedule, self.pipeline.num_stages) - len(batches))
-        filled, weighed = [*batches, *[batches[0]] * missing], [*scales, *[0 * scales[0]] * missing]
+        filled = [*batches, *[batches[0]] * missing]
+        scales = [per_count * weight for weight in (*(micro.weight for micro in micro_batches), *[0] * missing)]
         losses = [torch.zeros((), device=self.device) for _ in filled]
 
         def score(output: Any, index: int) -> Tensor:
-            loss = check_loss(recipe.loss(output, filled[index]))
+            loss = recipe.loss(output, filled[index])
+            if loss.ndim:
+                raise not_a_number(loss)
             losses[index] = loss.detach().float()
-            return loss * weighed[index]
+            return loss * scales[index]
 
-        around = self._around(filled, (step,), weighed)
+        around = self._around(filled, (step,), scales)
         self.pipeline.step([recipe.inputs(batch) for batch in filled], score, around)
         return self._from_last_stage(losses[: len(batches)])
 
@@ -190,13 +217,19 @@ class MeshStrategy(FSDPStrategy):
         dist.all_reduce(told, group=self.mesh.get_group("pp"))
         return list(told.unbind())
 
-    def norm(self, optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
-        norm = super().norm(optimizer, gradients)
+    def whole_norm(self, norm: Tensor) -> Tensor:
         if self.pipeline is None:
             return norm
-        square = norm.to(self.device).square()
+        square = norm.to(CPU if self.cpu_offload else self.device).square()
         dist.all_reduce(square, group=self.pipeline.group)
         return square.sqrt()
+
+    def over_stages(self, number: int) -> int:
+        if self.pipeline is None:
+            return number
+        total = torch.tensor(number)
+        dist.all_reduce(total, group=self.pipeline.group)
+        return int(total)
 
     def shapes(self, named: Mapping[str, Tensor]) -> dict[str, list[int]]:
         own = super().shapes(named)

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.parallel.shards import local_part
 from shoal.strategies import DistributedStrategy, Objective
 from shoal.types import MicroBatch
 
 
 def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:
     """Repeats one forward and backward, eagerly, and says where the first non-finite value appears."""
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            return f"parameter {name} is already not finite"
+    bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
+    if strategy.highest(bool(bad_names)):  # all ranks go on or none does
+        return f"parameter {bad_names[0]} is already not finite" if bad_names else "a parameter of another rank"
     found: list[str] = []
     hooks = []
     for name, module in model.named_modules():
@@ -52,7 +53,8 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
 def _first_of_all_ranks(
     strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective, found: list[str]
 ) -> str:
-    """Where a model is computed by several ranks, stage after stage: ranks are in the order of stages."""
+    """Where a model is computed by several ranks: the first in the order of ranks, which with one stage on each is the
+    order of stages."""
     loss = strategy.evaluate(model, [micro], recipe).loss
     told: list[list[str]] = [[] for _ in range(strategy.world_size)]
     dist.all_gather_object(told, found[:1])

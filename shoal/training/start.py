@@ -148,7 +148,13 @@ def take_weights(
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
 
 
-def check_room(manager: CheckpointManager, state: TrainState, optimizer: Optimizer, warn: Callable[[str], None]) -> int:
+def check_room(
+    manager: CheckpointManager,
+    strategy: DistributedStrategy,
+    state: TrainState,
+    optimizer: Optimizer,
+    warn: Callable[[str], None],
+) -> int:
     """Says before the run if its next checkpoint will not fit, and how many bytes it will take.
 
     An optimizer that has not stepped yet is estimated.
@@ -158,6 +164,7 @@ def check_room(manager: CheckpointManager, state: TrainState, optimizer: Optimiz
         slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         needed_bytes += slots * sum((whole := sharded_parameter(p)).numel() * whole.element_size() for p in parameters)
+    needed_bytes = strategy.over_stages(needed_bytes)
     if lack := manager.lack_of_room(needed_bytes):
         warn(f"{lack}; make room, or the run will not be saved")
     return needed_bytes

@@ -422,7 +422,7 @@ class Trainer:
         self.base = Base(self.model, self.weights, here)
         self.progress = restore(self.run, self.manager, self.strategy, self.model, self.optimizer, self.base, warn)
         state, self.refers_to = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
-        self.checkpoint_bytes = check_room(self.manager, state, self.optimizer, warn)
+        self.checkpoint_bytes = check_room(self.manager, self.strategy, state, self.optimizer, warn)
         if config.keep_best and not self.config.training.eval_steps:
             warn(
                 f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"

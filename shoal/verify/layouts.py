@@ -207,8 +207,9 @@ def _mesh(
         return Promise(held, flops, {}, others=EXCHANGES | used, needs=used)
 
     def unfit(run: Run, procs: int) -> str | None:
-        if schedule == "zbv" and run.config.training.compile:
-            return "a compiled backward has no halves"
+        training = run.config.training
+        if schedule == "zbv" and (training.compile or training.loss_chunks > 1):
+            return "a backward that is compiled, or of a loss in chunks, has no halves"
         try:
             mesh = sizes(procs)
             if min(mesh[side] for side in sides) < 2:
@@ -353,8 +354,9 @@ def _changed(
     run: Run, distributed: Mapping[str, object], global_batch_size: int, batch_size: int, training: Tree
 ) -> Run:
     tree: Tree = run.tree()
-    for key, value in distributed.items():  # the other options of a section stay as the config has them
-        tree["distributed"][key] = {**(tree["distributed"][key] or {}), **value} if isinstance(value, dict) else value
+    for key, value in distributed.items():  # the other options of a section stay as the config has them, but of a mesh
+        others = {} if key == "mesh" else tree["distributed"][key]
+        tree["distributed"][key] = {**others, **value} if isinstance(value, dict) else value
     tree["training"] |= {
         "global_batch_size": global_batch_size,
         "batch_size": batch_size,

@@ -281,7 +281,7 @@ def test_few_frames_between_the_loop_and_backward(toy: ToyRun, monkeypatch: pyte
 
     monkeypatch.setattr(torch.Tensor, "backward", spy)
     toy.train()
-    assert depths[-1][: depths[-1].index("fit") + 1] == ["forward_backward", "take_step", "fit"]
+    assert depths[-1][: depths[-1].index("fit") + 1] == ["run_micro_batches", "forward_backward", "take_step", "fit"]
 
 
 def test_a_user_recipe_without_a_piece_says_which(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:

@@ -82,10 +82,6 @@ class GatherEverything(DistributedStrategy):
     def mesh_sizes(self) -> dict[str, int]:
         return {"tp": self.world.size}
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.data_rank = 0
-
     def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
         assert self.mesh is not None
         for module in model.modules():

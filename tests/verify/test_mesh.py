@@ -100,6 +100,8 @@ def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, optio
         {"model_type": "qwen2", "num_key_value_heads": 2},  # biases of columns
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},  # and of rows
         {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 2},
+        {"model_type": "llama", "pad_token_id": 32, "num_key_value_heads": 2},  # a row that gets no gradient
+        pytest.param({"model_type": "gemma3_text", "head_dim": 8}, marks=pytest.mark.slow),  # an embedding that scales
         pytest.param({"model_type": "gpt_neox"}, marks=pytest.mark.slow),  # query, key and value in one layer
         pytest.param({"model_type": "gemma2", "head_dim": 8}, marks=pytest.mark.slow),  # logits changed after the head
     ],
@@ -109,7 +111,7 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any]) -> None
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 259}
     model = {"config": {**sizes, "num_attention_heads": 4, **keys}}
     capped = keys["model_type"] == "gemma2"  # its head stays whole on every rank
-    layouts = ["tp"] if capped else ["tp", "tp_sp"]
+    layouts = ["tp"] if capped or keys["model_type"] == "gemma3_text" else ["tp", "tp_sp"]
     for verdict in prove(on_text(tmp_path, "causal_lm", model, global_batch_size=6), 2, layouts, runner=on(pool2)):
         assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
 

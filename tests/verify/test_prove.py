@@ -80,7 +80,7 @@ def test_a_layout_joins_by_a_row() -> None:
     run = ragged(global_batch_size=12)
     for layout in LAYOUTS.values():
         procs = 4 if layout.several else 1
-        case = layout_case(layout_run(run, layout, 4), procs, {"weight": (8, 4)}, {"weight"})
+        case = layout_case(layout_run(run, layout, 4), layout, procs, {"weight": (8, 4)}, {"weight"})
         assert isinstance(layout.promise(case), Promise)
         assert layout.about
 
