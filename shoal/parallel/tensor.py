@@ -50,7 +50,15 @@ class TensorParallel:
                 "distributed.tensor.sequence_parallel = true, but the recipe's plan names no modules that treat every "
                 "token by itself, or the model makes masks for whole sequences; set it to false"
             )
-        parts, modules = self._cut(model, styles), dict(model.named_modules())
+        modules = dict(model.named_modules())
+        staged = any(isinstance(module, PassThrough) for module in modules.values())
+        embeds = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
+        if self.sequence and not embeds and not staged:
+            raise UserError(
+                "distributed.tensor.sequence_parallel = true, but nothing shares out the tokens at first; let the "
+                "recipe's plan cut the embedding as vocabulary, or set it to false"
+            )
+        parts = self._cut(model, styles)
         for name, style in styles.items():
             if isinstance(style, str) and name in modules:
                 self._apply_style(name, modules[name], style, styles)
@@ -97,8 +105,8 @@ class TensorParallel:
             elif style in ("column", "row", "vocabulary"):
                 module = model.get_submodule(name)
                 kinds = nn.Linear if style != "vocabulary" else nn.Linear | nn.Embedding
-                if next(module.parameters(recurse=False), None) is None:
-                    continue
+                if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
+                    continue  # a head that is handed its weight
                 if not isinstance(module, kinds):
                     raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
                 dimensions[f"{name}.weight"] = 1 if style == "row" else 0
@@ -147,10 +155,14 @@ class TensorParallel:
                 if style == "sum":
                     change(module, after=self.leave)
                 for key, member in module.named_modules(prefix=name):
-                    if key not in styles:  # every rank has its own part of their gradients
-                        see(member, lambda parameter: sum_gradients(parameter, self.group))
+                    if key not in styles or key == name:  # every rank has its own part of their gradients
+                        see(member, self._used_in_part)
             case "sequence" if self.sequence:
                 see(module, lambda parameter: sum_gradients(parameter, self.group))
+
+    def _used_in_part(self, parameter: Tensor) -> Tensor:
+        """A cut one as it is here; of a whole one all ranks sum what they know of its gradient."""
+        return local(parameter) if isinstance(parameter, DTensor) else sum_gradients(parameter, self.group)
 
     def _shared(self, parameter: Tensor | None) -> Tensor:
         """A parameter that all ranks have; with sequence parallelism each adds it to other tokens."""
@@ -210,7 +222,8 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
     for pattern, style in plan.tensor.items():
         places = parameters if isinstance(style, int) else [*names, *parameters] if style == "vocabulary" else names
         found = [name for name in places if _matches(name, pattern)]
-        if not found and not plan.order:  # under a pipeline it may be in another stage
+        staged = any(isinstance(module, PassThrough) for module in model.modules())
+        if not found and not staged:  # it may be in another stage
             kind = "parameter" if isinstance(style, int) else "module"
             raise UserError(f"the recipe's plan cuts {pattern!r}, but the model has no {kind} of that name")
         styles |= dict.fromkeys(found, style)

@@ -156,8 +156,9 @@ class MeshStrategy(FSDPStrategy):
         batch = super().ready(micro, recipe)
         if self.sizes["cp"] > 1 or self.sequence_parallel:
             batch = recipe.split_sequence(batch, self.place_on_mesh["cp"], self.sizes["cp"])
-            tokens = batch["input_ids"].shape[1]
-            if self.sequence_parallel and tokens % self.sizes["tp"]:  # the rank with the embedding alone would see it
+            tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
+            # Where the embedding is in another stage nobody else looks.
+            if self.sequence_parallel and tokens % self.sizes["tp"]:
                 raise UserError(
                     f"distributed.tensor.sequence_parallel = true, but tp {self.sizes['tp']} does not divide the "
                     f"{tokens} tokens that a rank has of a sequence; choose another dataset.seq_length"

@@ -20,6 +20,20 @@ from shoal.types import ParallelPlan
 WIDTH, HEADS, ROWS, TIME = 16, 4, 3, 5
 
 
+class Gated(nn.Module):
+    """A parameter of its own inside of what ranks compute in parts."""
+
+    tensor_style = "region"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.up, self.down = ColumnParallelLinear(WIDTH, 8), RowParallelLinear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x) * self.scale))
+
+
 class Block(nn.Module):
     """Everything there is: attention, a column and a row, biases, and norms that every rank has whole."""
 
@@ -29,10 +43,11 @@ class Block(nn.Module):
         self.attention = TensorParallelAttention(WIDTH, HEADS, kv_heads, bias=bias)
         self.up = ColumnParallelLinear(WIDTH, 6 * WIDTH, bias=bias)
         self.down = RowParallelLinear(6 * WIDTH, WIDTH, bias=bias)
+        self.gated = Gated()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return self.gated(x) + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 def build(kv_heads: int = HEADS, bias: bool = True) -> nn.Module:
@@ -153,6 +168,15 @@ def cut_a_norm(strategy: MeshStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.LayerNorm(4)), {"0": "column"})
 
 
+def cut_a_container(strategy: MeshStrategy) -> None:
+    prepare(strategy, nn.Sequential(nn.Sequential(nn.Linear(4, 4))), {"0": "column"})
+
+
+def name_what_is_not_there_beside_an_order(strategy: MeshStrategy) -> None:
+    plan = ParallelPlan(order=("0",), entry="input", tensor={"nowhere": "column"})
+    strategy.prepare(nn.Sequential(nn.Linear(4, 4)), lambda m: torch.optim.SGD(m.parameters()), plan)
+
+
 def cut_a_convolution_by_tokens(strategy: MeshStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Conv1d(4, 4, 1)), {"0": "vocabulary"})
 
@@ -170,6 +194,8 @@ MISTAKES: dict[Callable[[MeshStrategy], None], str] = {
     name_what_is_not_there: "the recipe's plan cuts 'layers.*.up', but the model has no module of that name",
     name_a_parameter_that_is_not_there: "the recipe's plan cuts '0.scale', but the model has no parameter of that name",
     cut_a_norm: "the plan cuts 0 as column, which is not for a LayerNorm",
+    cut_a_container: "the plan cuts 0 as column, which is not for a Sequential",
+    name_what_is_not_there_beside_an_order: "the recipe's plan cuts 'nowhere', but the model has no module",
     cut_a_convolution_by_tokens: "the plan cuts 0 as vocabulary, which is not for a Conv1d",
     cut_a_sparse_embedding: "an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut",
 }

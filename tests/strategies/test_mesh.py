@@ -1,0 +1,145 @@
+"""What ranks of a mesh agree on: sums over stages and parts of sequences, and stages with nothing to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+from torch.distributed.tensor import DTensor
+from verify.planted import Ragged
+
+from shoal.config.schema import TrainingConfig
+from shoal.data import BatchSchedule, Loader
+from shoal.errors import UserError
+from shoal.parallel.weights import build
+from shoal.strategies import DistributedStrategy, MeshStrategy, SingleStrategy
+from shoal.training.diagnose import first_bad_module
+from shoal.training.optimizer import build_optimizer
+from shoal.types import ParallelPlan
+
+
+class Staged(Ragged):
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for layer in model[: self.frozen]:
+            layer.requires_grad_(False)
+        return model
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        return ParallelPlan(blocks=("1", "3"), order=("0", "1", "2", "3", "4"), entry="input")
+
+
+def prepared(strategy: DistributedStrategy, recipe: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+    training = TrainingConfig(max_steps=1, learning_rate=1e-2)
+    model, optimizer = strategy.prepare(
+        model.eval(),
+        lambda m: build_optimizer(training, recipe.param_groups(m)),
+        recipe.parallel_plan(model),
+        weights,
+    )
+    batches = BatchSchedule.constant(8, 2)
+    rank, size = strategy.data_rank, strategy.data_size
+    loader = Loader(recipe.train_data(), recipe.collate, batches, seed=0, data_rank=rank, data_size=size)
+    return model, optimizer, iter(loader)
+
+
+def pipeline(**options: Any) -> MeshStrategy:
+    return MeshStrategy(mesh={"pp": 2, "dp_shard": 1}, device="cpu", **options)
+
+
+def take_steps(strategy: DistributedStrategy, recipe: Any) -> dict[str, Any]:
+    norms = []
+    with strategy:
+        model, optimizer, loader = prepared(strategy, recipe)
+        for step in range(3):
+            strategy.forward_backward(model, next(loader), recipe, step)
+            norms.append(strategy.step(optimizer, 0.1).grad_norm.item())
+        state = strategy.state(model, optimizer).model
+        weights = {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
+    return {"norms": norms, "weights": weights, "groups": len(optimizer.param_groups)}
+
+
+def steps_in_stages(frozen: int) -> dict[str, Any]:
+    return take_steps(pipeline(), Staged(frozen))
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_stages_with_nothing_to_train(pool2: Pool, frozen: int) -> None:
+    """With the embedding and the first block frozen the first stage has no parameter for its optimizer."""
+    alone = take_steps(SingleStrategy(device="cpu"), Staged(frozen))
+    told = pool2.run(steps_in_stages, frozen, init=False)
+    together: dict[str, Any] = {}
+    for rank in told:
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert rank["groups"] == alone["groups"]
+        together |= rank["weights"]
+    assert len(told[0]["weights"]) < len(together)
+    torch.testing.assert_close(together, alone["weights"], rtol=1e-4, atol=1e-6)
+
+
+def clip() -> tuple[float, float]:
+    with pipeline() as strategy:
+        recipe = Staged()
+        model, optimizer, loader = prepared(strategy, recipe)
+        strategy.forward_backward(model, next(loader), recipe, 0)
+        clipped = strategy.clip_grad_norm(model, 0.1).item()
+        return clipped, strategy.step(optimizer, None).grad_norm.item()
+
+
+def test_clipping_goes_by_the_norm_of_all_stages(pool2: Pool) -> None:
+    (first, after), (second, _) = pool2.run(clip, init=False)
+    assert first == second > 0.1
+    assert after == pytest.approx(0.1, rel=1e-4)
+
+
+def mean_over_parts() -> float:
+    with MeshStrategy(mesh={"cp": 2, "dp_shard": 1}, device="cpu") as strategy:
+        return strategy.reduce(torch.tensor(3.0), "mean").item()
+
+
+def test_a_mean_over_parts_of_a_sequence(pool2: Pool) -> None:
+    assert pool2.run(mean_over_parts, init=False) == [3.0, 3.0]
+
+
+def find_bad(where: str) -> str:
+    with pipeline() as strategy:
+        recipe = Staged()
+        model, _, loader = prepared(strategy, recipe)
+        for name, parameter in model.named_parameters():
+            if name == where:
+                parameter.data.fill_(torch.nan)
+        micro = next(loader)[0]
+        return first_bad_module(strategy, model, micro, recipe)
+
+
+def test_a_bad_parameter_of_one_stage_is_named(pool2: Pool) -> None:
+    first, second = pool2.run(find_bad, "4.bias", init=False)
+    assert second == "parameter 4.bias is already not finite"
+    assert "another rank" in first
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "zbv", "compile": True}, "zbv takes a backward in two halves, but training.compile = true"),
+        ({"schedule": "zbv", "loss_chunks": 2}, "but training.loss_chunks = 2"),
+        ({"reduce_every_micro_batch": True}, "a pipeline sums gradients over ranks after its last micro-batch"),
+        ({"sharding_strategy": "NO_SHARD"}, "under 3d the mesh says who shards"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, options: Any, words: str) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(UserError, match=words):
+        pipeline(**options)
