@@ -241,7 +241,7 @@ def test_export_writes_and_says_so(tmp_path: Path, shoal: Command) -> None:
 
 def test_rm_keeps_the_newest_good_one(tmp_path: Path, shoal: Command) -> None:
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
-    flip(third / "manifest.json")
+    flip(next(third.glob("model*.safetensors")))  # which its manifest does not show
     refused = shoal("rm", second)
     assert refused.code == 2
     assert "newest good" in refused.err

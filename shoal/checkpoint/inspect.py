@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
-from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
+from shoal.checkpoint.manager import CheckpointManager, note_of_damage
 from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.stored import Stored, tensor_digest
 from shoal.errors import UserError
@@ -230,8 +230,7 @@ def remove(path: Path, force: bool = False) -> None:
     if strange := sorted(entry.name for entry in path.iterdir() if not _is_ours(entry)):
         raise UserError(f"{path} holds {strange[0]!r}, which is of no checkpoint; look at it and remove it yourself")
     folder = path.resolve()
-    newest = find_latest_checkpoint(folder.parent.parent) if folder.parent.name == "checkpoints" else None
-    if newest == folder and not force:
+    if not force and folder.parent.name == "checkpoints" and _newest_whole(folder.parent) == folder:
         raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it all the same")
     gone = folder.with_name(f".{folder.name}.removed")
     try:
@@ -240,6 +239,14 @@ def remove(path: Path, force: bool = False) -> None:
         shutil.rmtree(gone)
     except OSError as error:
         raise UserError(f"{path} cannot be removed: {error.strerror}") from None
+
+
+def _newest_whole(run: Path) -> Path | None:
+    """The newest checkpoint of a run whose every byte is as it was written."""
+    for folder in reversed(_steps(run)):
+        if verify(folder)[str(folder)].problem is None:
+            return folder.resolve()
+    return None
 
 
 def _steps(run: Path) -> list[Path]:
@@ -268,6 +275,8 @@ def _listed(folder: Path) -> Listed:
         checkpoint = open_checkpoint(folder)
     except (DamagedCheckpoint, UserError) as error:
         return Listed(**about, problem=str(error))
+    if note_of_damage(folder).exists():
+        return Listed(**about, problem=f"{folder}: a run could not read it and passed it over")
     layout, metrics = _dict(checkpoint.manifest.get("layout")), _dict(checkpoint.trainer.get("metrics"))
     return Listed(**about, layout=say_layout(layout), metrics=metrics, base=_base_files(checkpoint))
 

@@ -117,6 +117,7 @@ class CheckpointManager:
             self._metrics[path.name] = _worth(trainer)
             self.saved_step = trainer["step"]
             if self.is_main_process:
+                note_of_damage(path).unlink(missing_ok=True)
                 self._clear_up_after(_step_of(path))
 
     def _clear_up_after(self, step: int) -> None:
@@ -132,8 +133,14 @@ class CheckpointManager:
                 _remove(old)
 
     def pass_over(self, path: Path) -> None:
-        """From now on a checkpoint that could not be read counts as damaged, though its manifest is whole."""
+        """From now on a checkpoint that could not be read counts as damaged, though its manifest is whole.
+
+        A note beside it says so to those who come later.
+        """
         self._metrics[path.name] = None
+        if self.is_main_process and self.is_own_step(path):
+            with suppress(OSError):
+                note_of_damage(path).touch()
 
     def gets_into_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether a step that is worth this much would be kept as one of the best. All ranks get the same answer."""
@@ -182,6 +189,8 @@ class CheckpointManager:
         for path in self.steps():
             if up_to is not None and _step_of(path) > up_to:
                 continue
+            if path.name not in self._metrics and note_of_damage(path).exists():
+                self._metrics[path.name] = None
             if path.name not in self._metrics:
                 try:
                     self._metrics[path.name] = _worth(open_checkpoint(path).trainer)
@@ -342,7 +351,13 @@ def _remove(path: Path) -> None:
     with suppress(OSError):
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
+        note_of_damage(path).unlink(missing_ok=True)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def note_of_damage(path: Path) -> Path:
+    """There if a run could not read the checkpoint, whose manifest alone does not show it."""
+    return path.with_name(f".{path.name}.damaged")
 
 
 def _told_by_main(value: T) -> T:

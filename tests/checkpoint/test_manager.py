@@ -163,6 +163,21 @@ def test_a_damaged_checkpoint_does_not_count_and_is_no_reason_to_remove_a_good_o
     assert there(tmp_path) == [1, 8, 9]
 
 
+def test_later_runs_know_that_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """Its manifest does not show it, and it must not be counted instead of a good one."""
+    first = CheckpointManager(tmp_path, keep_last=9)
+    for step in (1, 2, 3):
+        save(first, step)
+    first.pass_over(tmp_path / "checkpoints" / "step_00000003")
+    later = CheckpointManager(tmp_path, keep_last=2)
+    save(later, 4)
+    assert there(tmp_path) == [2, 3, 4]
+    save(later, 3)  # written anew it counts again
+    save(CheckpointManager(tmp_path, keep_last=2), 5)
+    assert there(tmp_path) == [4, 5]
+    assert not list((tmp_path / "checkpoints").glob(".step_*"))
+
+
 def test_a_checkpoint_of_another_version_is_left_alone(tmp_path: Path) -> None:
     to = CheckpointManager(tmp_path, keep_last=1)
     newer = save(to, 1) / "manifest.json"
