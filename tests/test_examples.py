@@ -270,6 +270,7 @@ def test_two_processes_that_share_every_layer_train_as_one(pool2, capsys, tmp_pa
     assert {step: float(loss) for step, loss in halves.items()} == numbers(whole)
 
 
+@pytest.mark.slow
 def test_the_model_of_the_mesh_page_is_cut_as_its_plan_says(pool2, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "mesh.md").read_text()
     source = re.search(r"^```python\n(# counting.py.*?)^```", page, re.M | re.S)[1]

@@ -125,7 +125,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._connection.open()
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if error is not None:
+        if error is not None and self.world.size > 1:
             self._connection.close()  # what it changed for the whole process; nothing that peers take part in
         super().__exit__(error, *rest)
 

@@ -49,6 +49,7 @@ def message(run: Launched, last: str = "shoal: rank 1 hung; giving up after 0 re
     return text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank(slow_toy: ToyRun, pool2: Any) -> None:  # noqa: F811
     with Launched(slow_toy, TWO, SHORT) as run:
         run.until(saved(slow_toy, 4))

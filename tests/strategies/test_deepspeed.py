@@ -289,7 +289,7 @@ def test_frozen_layers_move_through_all_stages(toy: ToyRun, pool2: Pool) -> None
     assert moved.optimizer.keys() == whole.optimizer.keys() == {"3.weight", "3.bias"}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3)])
 def test_a_run_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, stage: int) -> None:
     keys = [*ZERO, f"distributed.zero_stage={stage}", "checkpoint.async_save=true"]
     pool2.run(train_here, toy.config, [*keys, "training.max_steps=4"], init=False)

@@ -96,7 +96,7 @@ def start(files: tuple[Path, ...]) -> tuple[int, float]:
         return grown[0], float(strategy.reduce(torch.as_tensor(total)))
 
 
-@pytest.mark.parametrize("kind", ["init", "files"])
+@pytest.mark.parametrize("kind", [pytest.param("init", marks=pytest.mark.slow), "files"])
 def test_a_rank_starts_with_its_shard_and_one_block(tmp_path: Path, kind: str) -> None:
     model, _ = build(Large().build_model, Weights("built"), seed=0)
     files: tuple[Path, ...] = ()

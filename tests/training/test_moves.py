@@ -97,7 +97,14 @@ def test_layouts_continue_each_other(toy: ToyRun, pool2: Pool, pool4: Pool, firs
     assert {p["step"]: p["samples"] for p in progress}[10] == 120
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hybrid4", "tp2_fsdp2", "pp2_fsdp2", "pp2_tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp2",
+        "pp2_tp2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid4", "tp2_fsdp2", "pp2_fsdp2")),
+    ],
+)
 def test_a_layout_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
     pools, keys = {2: pool2, 4: pool4}, ["training.lr_scheduler=constant"]
     train_on(layout, toy, pools, *keys, "training.max_steps=4")
@@ -109,7 +116,7 @@ def test_a_layout_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, poo
     assert toy.metrics() == toy.metrics(output=toy.folder / "undisturbed")
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp2", "hybrid4"])
+@pytest.mark.parametrize("layout", ["single", "ddp2", pytest.param("hybrid4", marks=pytest.mark.slow)])
 def test_saving_in_the_background_saves_the_same(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
     """Every step, so that each save has the one before to wait for."""
     pools, folders = {2: pool2, 4: pool4}, [toy.folder / "now", toy.folder / "meanwhile"]

@@ -39,7 +39,7 @@ def test_a_lean_run_says_what_is_in_force(tmp_path: Path) -> None:
     assert "distributed.ddp: the strategy is single" in report
 
 
-@pytest.mark.parametrize("model", [bdh, llama])
+@pytest.mark.parametrize("model", [bdh, pytest.param(llama, marks=pytest.mark.slow)])
 def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any) -> None:
     keys: dict[str, Any] = {
         "global_batch_size": 6,
@@ -58,7 +58,7 @@ def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any
         assert text == ranks[0][1]
     assert preview
     report = (tmp_path / "two" / "report.txt").read_text()
-    units = "the whole model at once" if model is bdh else "5 units and the rest"
+    units = "the whole model at once" if model is bdh else "6 units and the rest"
     assert f"fsdp FULL_SHARD, 2 shards, {units} on cpu" in report
     assert "FSDP" not in report.split("model  ")[1].splitlines()[0]
 

@@ -27,6 +27,7 @@ def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+@pytest.mark.slow
 def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=3)
     for verdict in prove(run, 4, ["tp_fsdp", "cp_fsdp"], runner=on(pool4)):

@@ -21,7 +21,7 @@ ALL_SPLIT = {"stage3_param_persistence_threshold": 0}
 MODELS = {"bdh": bdh, "llama": llama}
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
     """A ragged batch that does not divide, and parameters that do not."""
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=11, gradient_accumulation=accumulation)
@@ -37,6 +37,7 @@ def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+@pytest.mark.slow
 def test_half_precision(pool2: Pool) -> None:
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=8, mixed_precision="bf16")
     for verdict in prove(run, 2, ["zero_2", "zero_3"], runner=on(pool2)):
