@@ -1,0 +1,35 @@
+"""transformers models get attention without masks where that is the same attention, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shoal.models.causal_attention import NAME, use_causal_attention
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "used"),
+    [
+        ({"model_type": "llama", "num_key_value_heads": 2}, True),
+        ({"model_type": "qwen3", "head_dim": 4, "num_key_value_heads": 2}, True),
+        ({"model_type": "mistral", "sliding_window": 4, "num_key_value_heads": 2}, False),  # not all of the past
+        ({"model_type": "llama", "attn_implementation": "eager"}, False),  # somebody asked for another
+    ],
+)
+def test_the_same_logits(keys: dict[str, Any], used: bool) -> None:
+    torch.manual_seed(0)
+    keys = {**SIZES, **keys}
+    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(0, 50, (2, 9))
+    expected = model(input_ids=tokens, use_cache=False).logits
+    use_causal_attention(model)
+    assert (model.config._attn_implementation == NAME) == used
+    assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+    assert any(hasattr(module, "exchange") for module in model.modules()) == used
