@@ -133,14 +133,15 @@ class CheckpointManager:
                 _remove(old)
 
     def pass_over(self, path: Path) -> None:
-        """From now on a checkpoint that could not be read counts as damaged, though its manifest is whole.
-
-        A note beside it says so to those who come later.
-        """
+        """From now on a checkpoint that could not be read counts as damaged, though its manifest is whole."""
         self._metrics[path.name] = None
-        if self.is_main_process and self.is_own_step(path):
-            with suppress(OSError):
-                note_of_damage(path).touch()
+
+    def note_damage(self) -> None:
+        """Leaves notes beside what was passed over, for those who come later."""
+        for path in self.steps() if self.is_main_process else ():
+            if path.name in self._metrics and self._metrics[path.name] is None:
+                with suppress(OSError):
+                    note_of_damage(path).touch()
 
     def gets_into_best(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether a step that is worth this much would be kept as one of the best. All ranks get the same answer."""

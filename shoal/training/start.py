@@ -117,6 +117,7 @@ def restore(
         strategy.load_state(model, optimizer, state)
         if resume not in ("auto", "never") and manager.is_own_step(Path(resume)):
             manager.set_aside_after(folder)
+        manager.note_damage()
         counts = {key: checkpoint.trainer[key] for key in COUNTS}
         evaluated = "metrics" in checkpoint.trainer
         return Progress(batches=batches, started_from=str(folder), evaluated=evaluated, **counts)

@@ -169,6 +169,7 @@ def test_later_runs_know_that_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(first, step)
     first.pass_over(tmp_path / "checkpoints" / "step_00000003")
+    first.note_damage()
     later = CheckpointManager(tmp_path, keep_last=2)
     save(later, 4)
     assert there(tmp_path) == [2, 3, 4]
