@@ -100,6 +100,25 @@ def test_clipping_goes_by_the_norm_of_all_stages(pool2: Pool) -> None:
     assert after == pytest.approx(0.1, rel=1e-4)
 
 
+def skip_together() -> list[float]:
+    """In the second step a gradient of the first stage alone is infinite."""
+    with pipeline() as strategy:
+        recipe, skipped = Staged(), []
+        model, optimizer, loader = prepared(strategy, recipe)
+        for step in range(3):
+            strategy.forward_backward(model, next(loader), recipe, step)
+            if step == 1 and strategy.rank == 0:
+                gradient = next(model.parameters()).grad
+                assert gradient is not None
+                gradient.fill_(torch.inf)
+            skipped.append(strategy.step(optimizer, 0.1).skipped.item())
+        return skipped
+
+
+def test_all_stages_skip_together(pool2: Pool) -> None:
+    assert pool2.run(skip_together, init=False) == [[0.0, 1.0, 0.0]] * 2
+
+
 def mean_over_parts() -> float:
     with MeshStrategy(mesh={"cp": 2, "dp_shard": 1}, device="cpu") as strategy:
         return strategy.reduce(torch.tensor(3.0), "mean").item()
