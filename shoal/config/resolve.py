@@ -208,10 +208,17 @@ def _refuse_unknown(given: Tree, valid: Sequence[str], prefix: str, sources: Sou
     for key in given:
         if key in valid:
             continue
-        nearest = get_close_matches(str(key), valid, n=1, cutoff=0.5)
+        meant = " or ".join(f"{prefix}{name}" for name in _meant_by(str(key), valid))
         place = owner or (f"section {prefix.removesuffix('.')}" if prefix else "a run")
-        hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"{place} has {', '.join(valid) or 'no keys here'}"
+        hint = f"did you mean {meant}?" if meant else f"{place} has {', '.join(valid) or 'no keys here'}"
         raise UserError(f"{_name(f'{prefix}{key}', sources)} is not a key; {hint}")
+
+
+def _meant_by(key: str, valid: Sequence[str]) -> list[str]:
+    """The keys that this may be short for, by their first words (`dp`) or initials (`lr`); else the nearest one."""
+    initials = {name: "".join(word[0] for word in name.split("_") if word) for name in valid}
+    short_for = [name for name in valid if key and (name.startswith(f"{key}_") or initials[name] == key)]
+    return short_for or get_close_matches(key, valid, n=1, cutoff=0.5)
 
 
 def _refuse_unknown_deep(

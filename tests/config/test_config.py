@@ -140,6 +140,14 @@ def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
         ("recipe: bdh\ntraining: {max_step: 5}\n", ["training.max_step", "run.yaml:2", "training.max_steps"]),
         ("recipe: bdh\ntrainig: {max_steps: 5}\n", ["trainig", "did you mean training"]),
         ("recipe: bdh\nmax_steps: 5\n", ["max_steps", "did you mean training.max_steps?"]),
+        (
+            f"{MINIMAL}distributed: {{mesh: {{dp: 2}}}}\n",
+            ["mesh.dp ", "did you mean distributed.mesh.dp_replicate or distributed.mesh.dp_shard?"],
+        ),
+        (
+            "recipe: bdh\ntraining: {max_steps: 5, lr: 0.1}\n",
+            ["did you mean training.learning_rate or training.lr_scheduler?"],
+        ),
         (MINIMAL + "model: {n_layers: 2}\n", ["model.n_layers", "model.n_layer?"]),
         (MINIMAL + "lora: {rank: 2}\n", ["lora.rank", "bdh"]),
         (MINIMAL + "dataset: {num_worker: 2}\n", ["dataset.num_worker", "dataset.num_workers"]),
