@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import SGD, AdamW, Decay, DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import SGD, AdamW, AioConfig, Decay, DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
 
 AUTO = "auto"
@@ -37,7 +37,6 @@ ELSEWHERE = {
     "comet": "logging has other services",
     "checkpoint": "checkpoints are shoal's own, and open in any layout",
     "autotuning": "nothing is tuned",
-    "aio": "nothing is kept on NVMe",
     "zero_allow_untested_optimizer": "shoal's optimizers are tested",
     "zero_force_ds_cpu_optimizer": "torch's optimizers step on the CPU, too",
     "disable_allgather": "DeepSpeed does not know it any more",
@@ -72,14 +71,14 @@ ZERO_ELSEWHERE = {
 }
 OFFLOAD_ELSEWHERE = {
     "pin_memory": "memory is pinned where there is a GPU",
-    "buffer_count": "it is for NVMe",
-    "buffer_size": "it is for NVMe",
-    "max_in_cpu": "it is for NVMe",
-    "nvme_path": "it is for NVMe",
-    "pipeline": "it is for NVMe",
-    "pipeline_read": "it is for NVMe",
-    "pipeline_write": "it is for NVMe",
-    "fast_init": "it is for NVMe",
+    "buffer_count": "shoal makes as many buffers as the model needs",
+    "buffer_size": "shoal makes buffers as large as the model needs",
+    "max_in_cpu": "all that is offloaded to a disk is there",
+    "nvme_path": "nothing of it is kept on NVMe",
+    "pipeline": "reads and writes do not overlap with steps",
+    "pipeline_read": "reads and writes do not overlap with steps",
+    "pipeline_write": "reads and writes do not overlap with steps",
+    "fast_init": "weights are drawn, or read, before they are offloaded",
     "cpuadam_cores_perc": "torch's own optimizer steps",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -171,6 +170,7 @@ class _Fit:
             "bf16": self._half,
             "bfloat16": self._half,
             "activation_checkpointing": self._recomputation,
+            "aio": self._aio,
         }
 
     def __call__(self, told: dict[str, Any]) -> Fitted:
@@ -382,24 +382,41 @@ class _Fit:
         device = section.get("device", "none")
         if device in ("none", None, AUTO):
             return
-        if device == "nvme":
-            self._refuse(f"{name}.device", device, "is not there: offload goes to the host's memory; use cpu")
-        if device != "cpu":
-            self._refuse(f"{name}.device", device, "should be cpu or none")
+        if device not in ("cpu", "nvme"):
+            self._refuse(f"{name}.device", device, "should be cpu, nvme or none")
+        if device == "nvme" and not isinstance(section.get("nvme_path"), str):
+            self._refuse(f"{name}.device", device, "needs nvme_path, a folder on a local disk")
         if key == "offload_param" and stage < 3:
             self._refuse(
                 f"{name}.device",
                 device,
                 f"is for stage 3: stage {stage} keeps all weights on every device; raise the stage",
             )
-        for inner in section.keys() - {"device"}:
+        if device == "nvme" and stage < 3:
+            self._refuse(f"{name}.device", device, f"is for stage 3, and the stage is {stage}; use cpu")
+        for inner in section.keys() - ({"device", "nvme_path"} if device == "nvme" else {"device"}):
             if inner == "ratio" and section[inner] != 1:
                 self._refuse(f"{name}.ratio", section[inner], "needs DeepSpeed's own optimizers; leave it out")
             if inner not in (*OFFLOAD_ELSEWHERE, "ratio"):
                 self._unknown(f"{name}.{inner}", [f"{name}.{k}" for k in ("device", *OFFLOAD_ELSEWHERE)])
             if inner in OFFLOAD_ELSEWHERE:
                 self.fitted.idle[f"{name}.{inner}"] = OFFLOAD_ELSEWHERE[inner]
-        self.fitted.options["offload_optimizer" if key == "offload_optimizer" else "offload_parameters"] = "cpu"
+        place = str(Path(section["nvme_path"]).expanduser().absolute()) if device == "nvme" else "cpu"
+        self.fitted.options["offload_optimizer" if key == "offload_optimizer" else "offload_parameters"] = place
+
+    def _aio(self, section: dict[str, Any]) -> None:
+        known = AioConfig.model_fields
+        for key, value in section.items():
+            if key == "use_gds" and value is not False:
+                self._refuse("aio.use_gds", value, "needs GPUDirect Storage, which shoal does not use; leave it out")
+            elif key not in (*known, "use_gds", "thread_count"):
+                self._unknown(f"aio.{key}", [f"aio.{k}" for k in known])
+        told = {"intra_op_parallelism" if key == "thread_count" else key: value for key, value in section.items()}
+        try:
+            self.fitted.options["aio"] = AioConfig(**{key: told[key] for key in known if key in told})
+        except ValidationError as error:
+            first = error.errors()[0]
+            self._refuse(f"aio.{first['loc'][0]}", first["input"], first["msg"].lower())
 
     def _refuse(self, key: str, value: Any, why: str) -> Any:
         raise UserError(f"{self.where}: {key} = {json.dumps(value, default=str)} {why}")

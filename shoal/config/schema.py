@@ -252,16 +252,41 @@ def _a_stage(value: int | None) -> int | None:
 
 
 Stage = Annotated[Literal[0, 1, 2, 3] | None, AfterValidator(_a_stage)]
-Offload = Literal["none", "cpu"]
+
+
+def _a_place(value: str) -> str:
+    if value not in ("none", "cpu") and not value.startswith(("/", "./", "../", "~")):
+        raise ValueError("should be none, cpu, or a folder on a local disk, such as /local/nvme")
+    return value
+
+
+Offload = Annotated[str, AfterValidator(_a_place)]
+
+
+class AioConfig(Section):
+    block_size: Positive = 2**20
+    """Bytes of one request."""
+    queue_depth: Positive = 8
+    """Requests that are under way at once."""
+    intra_op_parallelism: Positive = 1
+    """Threads that share one tensor."""
+    single_submit: bool = False
+    """Hand requests to the kernel one by one."""
+    overlap_events: bool = True
+    """Hand over new requests while others are waited for."""
 
 
 class DeepSpeedConfig(Section):
     zero_stage: Stage = None
     """What ranks split: 1 the optimizer, 2 the gradients too, 3 the weights too. 2 unless given."""
     offload_optimizer: Offload = "none"
-    """`cpu`: keep optimizer and fp32 weights in the host's memory, and step there."""
+    """`cpu`: keep optimizer and fp32 weights in the host's memory, and step there. A folder on a local disk, such as
+    `/local/nvme`: keep them in files; stage 3."""
     offload_parameters: Offload = "none"
-    """`cpu`: keep weights in the host's memory while they are not computed with; stage 3."""
+    """`cpu`: keep weights in the host's memory while they are not computed with; or a folder on a local disk. For stage
+    3."""
+    aio: AioConfig = AioConfig()
+    """How files are read and written, where something is offloaded to a disk."""
     overlap_comm: bool | None = None
     """Send gradients while the backward goes on. Unless given: under stage 3 on GPUs."""
     contiguous_gradients: bool = True
@@ -300,6 +325,22 @@ class DeepSpeedConfig(Section):
     @property
     def stage(self) -> int:
         return self.zero_stage or 2
+
+    def why_not_offload(self) -> str | None:
+        """What the stage cannot do of what is asked for. The JSON may still say the stage."""
+        if self.stage == 3:
+            return None
+        if self.offload_parameters != "none":
+            return (
+                f"offload_parameters = {self.offload_parameters}, but ZeRO stage {self.stage} keeps all weights on "
+                "every device; use zero_stage: 3, or offload the optimizer alone"
+            )
+        if self.offload_optimizer not in ("none", "cpu"):
+            return (
+                f"offload_optimizer = {self.offload_optimizer}, but ZeRO stage {self.stage} offloads to the host's "
+                "memory alone; use cpu, or zero_stage: 3"
+            )
+        return None
 
 
 class MeshConfig(Section):
@@ -384,12 +425,8 @@ class DistributedConfig(Section):
             default = DeepSpeedConfig.model_fields[key].default
             if (long := getattr(self.deepspeed, key)) not in (default, value):
                 raise ValueError(f"deepspeed.{key} = {long}, but its short form says {value}; set one of them to null")
-        stage, host = self.zero.stage, self.zero.offload_parameters
-        if stage < 3 and host != "none":
-            raise ValueError(
-                f"deepspeed.offload_parameters = {host}, but ZeRO stage {stage} keeps all weights on every device; "
-                "use zero_stage: 3, or offload the optimizer alone"
-            )
+        if (why := self.zero.why_not_offload()) is not None:
+            raise ValueError(f"deepspeed.{why}")
         return self
 
 

@@ -139,6 +139,10 @@ class Partition:
             for parameter in parameters:
                 self.group[names[parameter]] = group
                 self.offset[names[parameter]] = self._place(parameter)
+        self.members: dict[int | None, dict[str, nn.Parameter]] = {}
+        """Parameters by the group they are stepped in; None has those that are not."""
+        for parameter, name in names.items():
+            self.members.setdefault(self.group.get(name), {})[name] = parameter
         everyone: list[dict[str, Stretch]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, self.own)
         self.stretches = {name: [rank[name] for rank in everyone] for name in names.values()}
@@ -151,8 +155,9 @@ class Partition:
             computing = self.zero.fp16_partitioned_groups_flat
         else:
             computing = [parts[dist.get_rank()] for parts in self.zero.parallel_partitioned_bit16_groups]
-        for flat, same in zip(self.flats, computing, strict=True):
-            if (flat.dtype, flat.device) == (same.dtype, same.device):
+        for group, (flat, same) in enumerate(zip(self.flats, computing, strict=True)):
+            in_memory = same is not None and not self.on_disk(group)
+            if in_memory and (flat.dtype, flat.device) == (same.dtype, same.device):
                 flat.data = same
         if self.stage < 3:
             self.zero._link_all_hp_params()  # it looks at them by views of the old memory
@@ -176,6 +181,30 @@ class Partition:
         """What the optimizer steps: the fp32 weights of this rank."""
         return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
 
+    def on_disk(self, group: int | None) -> bool:
+        """Whether the optimizer's part of a group is in files, of which memory sees one group at a time."""
+        return self.stage == 3 and group is not None and bool(self.zero._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def at_hand(self, group: int | None) -> Iterator[None]:
+        """To read what the optimizer has of a group."""
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if self.on_disk(group):
+            self.zero._release_swap_buffers(group)
+
+    @contextmanager
+    def to_change(self, group: int | None) -> Iterator[None]:
+        """To put weights and slots into a group; under ZeRO-3 the weights that compute follow."""
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if self.stage == 3 and group is not None:
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_out(group)
+
     def part(self, name: str, flat: Tensor) -> Tensor:
         """This rank's elements of a parameter, in a tensor that lies as the one of `flats` does."""
         return flat.detach()[self.offset[name] :][: self.own[name].numel]
@@ -184,8 +213,16 @@ class Partition:
         """This rank's elements of a parameter under ZeRO-3, in fp32; padding is left out."""
         if name in self.group:
             return self.part(name, self.flats[self.group[name]])
-        frozen: Tensor = parameter.ds_tensor.detach()[: self.own[name].numel]
-        return frozen
+        with _in_memory(parameter) as moved:
+            own: Tensor = parameter.ds_tensor.detach()[: self.own[name].numel]
+            return own.clone() if moved else own
+
+    def put_weights(self, name: str, parameter: Any, own: Tensor) -> None:
+        if name in self.group:
+            self.part(name, self.flats[self.group[name]]).copy_(own)
+        else:
+            with _in_memory(parameter, write=True):
+                parameter.ds_tensor.detach()[: len(own)].copy_(own)
 
     def slots(self, name: str) -> dict[str, Tensor]:
         """What the optimizer keeps for this rank's elements of a parameter; and numbers it keeps for all of them."""
@@ -197,6 +234,8 @@ class Partition:
 
     def forget_slots(self) -> None:
         self.base.state.clear()
+        if self.stage == 3 and self.zero.swap_optimizer:
+            self.zero.optimizer_swapper.purge_state()
 
     def new_slot(self, name: str, slot: str) -> Tensor:
         """A place for this rank's elements; zeros for all others of its flat tensor that are not put in."""
@@ -220,8 +259,8 @@ class Partition:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @torch.no_grad()
-    def settle(self, names: Mapping[nn.Parameter, str]) -> None:
-        """After weights and slots were put in; weights into the flats under ZeRO-3, else into the model."""
+    def settle(self) -> None:
+        """After all weights and slots were put in."""
         if self.stage < 3:
             self.zero.refresh_fp32_params()
             if all(flat in self.base.state for flat in self.flats):
@@ -229,10 +268,6 @@ class Partition:
                 self.zero._hp_optimizer_states_linked = False
                 self.zero._lazy_init_hp_params_optimizer_state()
             return
-        for parameter, name in names.items():
-            if name in self.group:  # what is computed with; the same memory, unless one of the two is in the host's
-                computed: Any = parameter
-                computed.ds_tensor.detach()[: self.own[name].numel].copy_(self.weights(name, parameter))
         self.engine.empty_partition_cache()
         if kept := self.zero.persistent_parameters:  # small ones that stay whole on every rank
             kept[0].all_gather(kept)
@@ -246,6 +281,19 @@ class Partition:
         finally:
             zero.custom_loss_scaler = False  # or the next loss would be multiplied by it again
         return self.engine.get_global_grad_norm(), bool(zero.overflow)
+
+
+@contextmanager
+def _in_memory(parameter: Any, write: bool = False) -> Iterator[bool]:
+    """This rank's part of weights that may be on a disk; whether they are."""
+    moved = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    if moved:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    yield moved
+    if moved and write:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
+    elif moved:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
 def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -270,7 +318,7 @@ def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, opt
 
     What comes in rows is gathered first. The optimizer, built while parameters still had their shapes, follows.
     """
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32)
+    init = deepspeed.zero.Init(config_dict_or_path=config)  # which says no half precision, so fp32
     init._enable_mem_efficient_linear()  # which entering it as a context would do
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shoal.config.deepspeed import fit_json, idle_keys, read_json
 from shoal.config.schema import DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
 from shoal.parallel.buffers import MovingBuffers
+from shoal.parallel.nvme import SwapFolder, load_operator
 from shoal.parallel.shards import slices, whole_shape
 from shoal.parallel.weights import DRAWN, materialise
 from shoal.parallel.world import World
@@ -78,6 +79,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
         self._buffers = MovingBuffers(self.broadcast)
         self._partition: Partition | None = None
+        self._folders: dict[str, SwapFolder] = {}
         self._seen_use = False
 
     def _fit(self, config: str | Mapping[str, Any], training: TrainingConfig | None) -> DeepSpeedConfig:
@@ -117,8 +119,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         split = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and weights"}[self.stage]
         ranks = f"over {self.world.size} ranks" if self.world.size > 1 else "on one rank, so whole"
         host = {"optimizer": self.zero.offload_optimizer, "weights": self.zero.offload_parameters}
-        there = " and ".join(what for what, device in host.items() if device == "cpu")
-        return f"deepspeed ZeRO-{self.stage}, {split} {ranks}" + (f", {there} in the host's memory" if there else "")
+        places = {"cpu": "the host's memory"}
+        there = [f", {what} in {places.get(place, place)}" for what, place in host.items() if place != "none"]
+        return f"deepspeed ZeRO-{self.stage}, {split} {ranks}{''.join(there)}"
 
     def setup(self) -> None:
         super().setup()
@@ -138,6 +141,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._partition is not None:
             self._partition = None
             self.engine.destroy()  # type: ignore[operator]
+        for folder in self._folders.values():
+            folder.remove()
+        self._folders = {}
 
     # The loop's verbs
 
@@ -159,6 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         materialise(model, self.device, self.seed, weights, parameters_on=CPU if one_by_one else None)
         optimizer = build_optimizer(model)
         _check_optimizer(optimizer)
+        self._open_folders()
         config = self.engine_config(model)
         if self.stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
@@ -179,18 +186,15 @@ class DeepSpeedStrategy(DistributedStrategy):
     def engine_config(self, model: nn.Module) -> dict[str, Any]:
         """What DeepSpeed is told. Its batch size, accumulation, clipping and types are not used: shoal sees to them."""
         zero = self.zero.model_dump(
-            exclude={"zero_stage", "offload_optimizer", "offload_parameters", "cpu_checkpointing", "config_file"}
+            exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}
         )
         zero = {key: value for key, value in zero.items() if key not in idle_keys(self.stage)}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         zero["reduce_bucket_size"] = self.zero.reduce_bucket_size or max(25 * 2**20 // 4, trained // 20)
         if self.device.type == "cpu":
             zero["overlap_comm"] = False  # there is nothing to overlap with
-        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        if self.zero.offload_optimizer == "cpu":
-            zero["offload_optimizer"] = host
-        if self.zero.offload_parameters == "cpu":
-            zero["offload_param"] = host
+        zero["offload_optimizer"] = self._offload("offload_optimizer")
+        zero["offload_param"] = self._offload("offload_parameters") | _swap_buffers(model, self.world.size)
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -199,7 +203,21 @@ class DeepSpeedStrategy(DistributedStrategy):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": self.stage, **zero},
+            "aio": self.zero.aio.model_dump(),
         }
+
+    def _open_folders(self) -> None:
+        """For what is to be on a disk, after an operator for it is there."""
+        for key in ("offload_optimizer", "offload_parameters"):
+            place, told = getattr(self.zero, key), f"distributed.deepspeed.{key}"
+            if place not in ("none", "cpu"):
+                load_operator(speaks=self.world.rank == 0 and not self._folders, key=told)
+                self._folders[key] = SwapFolder(place, told)
+
+    def _offload(self, key: str) -> dict[str, Any]:
+        if key in self._folders:
+            return {"device": "nvme", "nvme_path": str(self._folders[key].path)}
+        return {"device": getattr(self.zero, key), "pin_memory": self.device.type == "cuda"}
 
     def _cast_inside(self, model: nn.Module) -> None:
         """The engine turns autocast off around the model; inside of it, it is turned on again."""
@@ -272,47 +290,50 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Weights that every rank has, as they are; all else in rows, made of flat stretches one tensor at a time.
 
         All ranks call it together. Rows are exchanged through the host's memory and stay there; where a part already
-        is rows it is not copied.
+        is rows, and in memory, it is not copied.
         """
         self.sync_buffers(model)
-        names, parts = _names(model), self._parts
-        tensors = {
-            name: self._rows(name, tensor, parts.weights(name, tensor))
-            if self.stage == 3 and tensor in names
-            else tensor.detach()
-            for name, tensor in _tensors(model)
-        }
-        moments: dict[str, dict[str, Tensor]] = {}
-        for parameter, name in names.items():
-            if slots := parts.slots(name):
-                moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
+        parts, moments = self._parts, dict[str, dict[str, Tensor]]()
+        tensors = {name: tensor.detach() for name, tensor in _tensors(model)}
+        for group, members in parts.members.items():
+            with parts.at_hand(group):
+                for name, parameter in members.items():
+                    if self.stage == 3:
+                        tensors[name] = self._rows(name, parameter, parts.weights(name, parameter))
+                    if slots := parts.slots(name):
+                        moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
         return TrainState(tensors, moments, self.loss_scale.state() if self.loss_scale else {})
 
     @torch.no_grad()
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         """The inverse, one tensor at a time. Weights that are not in the state stay as they are."""
-        names, parts = _names(model), self._parts
+        parts = self._parts
+        elsewhere = {name for members in parts.members.values() for name in members if self.stage == 3}
         for name, tensor in _tensors(model):
-            if name not in state.model:
-                continue
-            if self.stage == 3 and tensor in names:
-                parts.weights(name, tensor).copy_(self._own_elements(name, tensor, state.model[name]))
-            else:
+            if name in state.model and name not in elsewhere:
                 tensor.detach().copy_(_whole(state.model[name]))
         parts.forget_slots()
-        for parameter, name in names.items():
-            for slot, value in state.optimizer.get(name, {}).items() if parameter.requires_grad else ():
-                if slot != "step" and tuple(value.shape) == whole_shape(parameter):
-                    parts.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
-                elif (kept := parts.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
-                    raise UserError(
-                        f"the {slot} of {name} is {_whole(value).item():g}, but {kept:g} of parameters beside it, and "
-                        "DeepSpeed keeps one for all of them; go on with another distributed.strategy"
-                    )
-        parts.settle(names)
+        for group, members in parts.members.items():
+            with parts.to_change(group):
+                for name, parameter in members.items():
+                    if name in elsewhere & state.model.keys():
+                        parts.put_weights(name, parameter, self._own_elements(name, parameter, state.model[name]))
+                    if group is not None:
+                        self._load_slots(name, parameter, state.optimizer.get(name, {}))
+        parts.settle()
         own = self.loss_scale.state() if self.loss_scale else {}
         for key in own.keys() & state.strategy.keys():
             own[key].copy_(_whole(state.strategy[key]))
+
+    def _load_slots(self, name: str, parameter: Tensor, slots: Mapping[str, Any]) -> None:
+        for slot, value in slots.items():
+            if slot != "step" and tuple(value.shape) == whole_shape(parameter):
+                self._parts.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
+            elif (kept := self._parts.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
+                raise UserError(
+                    f"the {slot} of {name} is {_whole(value).item():g}, but {kept:g} of parameters beside it, and "
+                    "DeepSpeed keeps one for all of them; go on with another distributed.strategy"
+                )
 
     # Between them
 
@@ -332,6 +353,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not shape:  # a number has none, so everyone gets it
             return exchange(own, before, [Stretch(0, 1)] * self.world.size).view(())
         rows = exchange(own, before, row_stretches(shape, self.world.size))
+        if rows is own and self._parts.on_disk(self._parts.group.get(name)):
+            rows = own.clone()  # whose memory is about to be another group's
         count = len(rows) // max(1, prod(shape[1:]))
         return as_rows(rows.view(count, *shape[1:]), shape, self._rows_mesh())
 
@@ -372,12 +395,16 @@ def _check(stage: int | None, options: dict[str, Any]) -> DeepSpeedConfig:
         key = str(first["loc"][0]).removeprefix("zero_") if first["loc"] else ""
         where = f"DeepSpeedStrategy({key}={first['input']!r}): " if key else ""
         raise UserError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
-    if zero.offload_parameters != "none" and zero.stage < 3:
-        raise UserError(
-            f"DeepSpeedStrategy(offload_parameters={zero.offload_parameters!r}): ZeRO stage {zero.stage} keeps all "
-            "weights on every device; use stage=3, or offload_optimizer alone"
-        )
+    if (why := zero.why_not_offload()) is not None:
+        raise UserError(f"DeepSpeedStrategy: {why.replace('zero_stage: ', 'stage=')}")
     return zero
+
+
+def _swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
+    """Memory between a disk and weights: as many buffers as one module has weights, and some to read ahead."""
+    shapes = [[p.numel() for p in module.parameters(recurse=False)] for module in model.modules()]
+    largest = max((numel for numels in shapes for numel in numels), default=1)
+    return {"buffer_count": max(map(len, shapes)) + 4, "buffer_size": ceil(largest / ranks), "max_in_cpu": 0}
 
 
 def _is_given(zero: DeepSpeedConfig, key: str) -> bool:

@@ -11,7 +11,7 @@ from conftest import ToyRun
 
 from shoal.config import load_run
 from shoal.config.deepspeed import fit_json, read_json
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import AioConfig, DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
 
 AUTO = "auto"
@@ -56,6 +56,24 @@ HUGGING_FACE = {
 
 ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[str]]] = {
     # name: the JSON, the run, the options that come out of it, keys among those that are reported as idle
+    "NVMe": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 4, "fast_init": False},
+                "offload_param": {"device": "nvme", "nvme_path": "/fast", "buffer_size": 1e8, "max_in_cpu": 1e9},
+            },
+            "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 2, "single_submit": False},
+        },
+        run(),
+        {
+            "zero_stage": 3,
+            "offload_optimizer": "/local",
+            "offload_parameters": "/fast",
+            "aio": AioConfig(block_size=262144, queue_depth=32, intra_op_parallelism=2),
+        },
+        {"zero_optimization.offload_optimizer.buffer_count", "zero_optimization.offload_param.max_in_cpu"},
+    ),
     "auto everywhere, stage 3 with offload": (
         HUGGING_FACE,
         run(lr_scheduler={"name": "linear"}, mixed_precision="bf16"),
@@ -249,11 +267,19 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         run(),
         "stage 2 keeps all weights on every device; raise the stage",
     ),
-    "NVMe": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}},
+    "NVMe at stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}},
         run(),
-        'offload_param.device = "nvme" is not there: offload goes to the host\'s memory; use cpu',
+        'offload_optimizer.device = "nvme" is for stage 3, and the stage is 2; use cpu',
     ),
+    "NVMe, but where": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        run(),
+        "needs nvme_path, a folder on a local disk",
+    ),
+    "GPUDirect Storage": ({"aio": {"use_gds": True}}, run(), "aio.use_gds = true needs GPUDirect Storage"),
+    "I/O that nobody knows": ({"aio": {"queue_deep": 8}}, run(), "did you mean aio.queue_depth?"),
+    "I/O in text": ({"aio": {"block_size": "big"}}, run(), 'aio.block_size = "big"'),
     "a slip of the pen": (
         {"zero_optimization": {"stage": 2, "overlap_com": True}},
         run(),

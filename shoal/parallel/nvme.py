@@ -1,0 +1,81 @@
+"""A place on a local disk for what DeepSpeed keeps there, and the operator that it reads and writes it with."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.errors import UserError
+
+PREFIX = "shoal-zero-"
+
+
+class SwapFolder:
+    """A folder in `place` for as long as this process lives. Folders of processes that were killed are removed."""
+
+    def __init__(self, place: str, key: str):
+        beside = Path(place).expanduser()
+        if not beside.is_dir():
+            raise UserError(f"{key} = {place}: there is no such folder; make it on a local disk, or use cpu")
+        try:
+            self.path, self._alive = _open_beside(beside)
+        except OSError as error:
+            raise UserError(f"{key} = {place}: {error.strerror or error}") from None
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._alive.close()
+
+
+def _open_beside(place: Path) -> tuple[Path, IO[str]]:
+    with (place / f".{PREFIX}lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for other in place.glob(f"{PREFIX}*"):
+            if not _is_alive(other):
+                shutil.rmtree(other, ignore_errors=True)
+        own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        alive = (own / "alive").open("w")
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        try:
+            os.close(os.open(own / "direct", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            shutil.rmtree(own)
+            raise OSError(None, "its file system has no direct I/O; use a folder on a local disk, or cpu") from None
+        return own, alive
+
+
+def _is_alive(folder: Path) -> bool:
+    """A lock goes with its process, however that ends."""
+    try:
+        with (folder / "alive").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def load_operator(speaks: bool, key: str) -> None:
+    """DeepSpeed's asynchronous I/O. It is compiled when it is used first."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder: Any = get_accelerator().create_op_builder("AsyncIOBuilder")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        raise UserError(f"{key} on a disk needs an operator that DeepSpeed compiles, and there is no C++ compiler here")
+    if not builder.is_compatible(verbose=False):
+        raise UserError(
+            f"{key} on a disk needs libaio, which DeepSpeed reads and writes with: install libaio-dev, or use cpu"
+        )
+    if speaks:
+        print("shoal: loading DeepSpeed's I/O operator; the first time it is compiled, for minutes", file=sys.stderr)
+    try:
+        builder.load(verbose=False)
+    except (RuntimeError, OSError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{key} on a disk needs an operator that DeepSpeed could not compile: {reason}") from None
