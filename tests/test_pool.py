@@ -223,9 +223,13 @@ def test_a_raise_shows_where_the_peer_waits_and_what_it_printed(pool2):
 def test_an_interrupt_ends_the_workers(pool2):
     pids = pool2.run(os.getpid)
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool2.run(sleep_on, 0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool2.run(sleep_on, 0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert gone(pids)
     assert pool2.run(sum_of_ranks) == [1.0, 1.0]
 

@@ -18,14 +18,20 @@ PREFIX = "shoal-zero-"
 class SwapFolder:
     """A folder in `place` for as long as this process lives. Folders of processes that were killed are removed."""
 
-    def __init__(self, place: str, key: str):
+    def __init__(self, place: str, key: str, needed: int = 0):
+        """`needed` is what all ranks of this machine are going to put there, in bytes."""
         beside = Path(place).expanduser()
         if not beside.is_dir():
             raise UserError(f"{key} = {place}: there is no such folder; make it on a local disk, or use cpu")
         try:
             self.path, self._alive = _open_beside(beside)
+            free = shutil.disk_usage(beside).free
         except OSError as error:
             raise UserError(f"{key} = {place}: {error.strerror or error}") from None
+        if free < needed:  # later it would end in an abort
+            self.remove()
+            there = f"{free / 2**30:.3g} GiB are free and the ranks of this machine need {needed / 2**30:.3g}"
+            raise UserError(f"{key} = {place}: {there}; make room, or use cpu")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

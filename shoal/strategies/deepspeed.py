@@ -165,7 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         materialise(model, self.device, self.seed, weights, parameters_on=CPU if one_by_one else None)
         optimizer = build_optimizer(model)
         _check_optimizer(optimizer)
-        self._open_folders()
+        self._open_folders(model, optimizer)
         config = self.engine_config(model)
         if self.stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
@@ -206,13 +206,18 @@ class DeepSpeedStrategy(DistributedStrategy):
             "aio": self.zero.aio.model_dump(),
         }
 
-    def _open_folders(self) -> None:
+    def _open_folders(self, model: nn.Module, optimizer: Optimizer) -> None:
         """For what is to be on a disk, after an operator for it is there."""
-        for key in ("offload_optimizer", "offload_parameters"):
+        numels = {p: prod(whole_shape(p)) for p in model.parameters()}
+        trained = sum(numel for p, numel in numels.items() if p.requires_grad)
+        slots = int(bool(optimizer.defaults["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
+        elements = {"offload_optimizer": trained * (2 + slots), "offload_parameters": sum(numels.values())}
+        for key, count in elements.items():
             place, told = getattr(self.zero, key), f"distributed.deepspeed.{key}"
             if place not in ("none", "cpu"):
                 load_operator(speaks=self.world.rank == 0 and not self._folders, key=told)
-                self._folders[key] = SwapFolder(place, told)
+                here = count * 4 * self.world.local_size // self.world.size
+                self._folders[key] = SwapFolder(place, told, here)
 
     def _offload(self, key: str) -> dict[str, Any]:
         if key in self._folders:

@@ -58,6 +58,12 @@ def test_a_place_that_is_not_there(tmp_path: Path) -> None:
         SwapFolder(f"{tmp_path}/nowhere", "key")
 
 
+def test_a_place_without_room(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"GiB are free and the ranks of this machine need 1\.05e\+06; make room, or"):
+        SwapFolder(str(tmp_path), "key", needed=2**50)
+    assert not [*tmp_path.glob("shoal-zero-*")]
+
+
 @needs_deepspeed
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
