@@ -162,6 +162,8 @@ class Watchdog:
     def _frames(self) -> list[Frame]:
         """Of the thread that trains; while that waits for another to end, such as one that writes, of both."""
         threads = sys._current_frames()
+        # Its own frame holds all of them: a circle, in which the loop's tensors would stay until garbage is collected.
+        del threads[threading.get_ident()]
         innermost = threads.get(self._watched_thread)
         return stack_below(innermost) + stack_below(threads.get(joined_by(innermost)))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,26 @@ def test_torch_waits_longer_than_the_watchdog() -> None:
     world = World()
     with Watchdog(world, 600, 1800):
         assert world.least_timeout_seconds > 1800
+
+
+def test_what_was_seen_is_not_kept() -> None:
+    """The loop's frames hold its tensors, and the loop collects garbage rarely."""
+
+    def compute() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(1)
+        time.sleep(0.1)
+        return weakref.ref(tensor)
+
+    watchdog = Watchdog(World(), 0.02, 0.02)
+    gc.disable()
+    try:
+        with watchdog:
+            computed = compute()
+            assert watchdog._seen is not None
+            time.sleep(0.1)
+            assert computed() is None
+    finally:
+        gc.enable()
 
 
 def test_what_counts_as_still(monkeypatch: pytest.MonkeyPatch) -> None:
