@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.checkpoint.inspect import Difference, Listed, Shown, Verified
+    from shoal.checkpoint.inspect import Difference, Differing, Listed, Shown, Verified
 
 app = typer.Typer(help="Look at checkpoints, compare, export or remove them.", no_args_is_help=True)
 
@@ -92,6 +92,9 @@ def diff(
     rtol: Annotated[
         float | None, typer.Option(help="Differences up to this share of a tensor's largest value count as equal.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every tensor that differs, and every moment by itself.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -105,7 +108,7 @@ def diff(
     if as_json:
         _print_json(difference.as_dict())
     else:
-        _print_difference(difference, a, b, rtol)
+        _print_difference(difference, a, b, rtol, everything)
     if not difference.equal:
         raise typer.Exit(1)
 
@@ -222,7 +225,7 @@ def _say_base(file: str, problem: str | None) -> str:
     return f"refers to frozen weights in {file}"
 
 
-def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | None) -> None:
+def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | None, everything: bool) -> None:
     if difference.equal:
         how = "to the bit" if rtol is None else f"within {rtol:g}"
         _print(f"equal {how}: {difference.compared} tensors and the position")
@@ -235,13 +238,25 @@ def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | No
             _print(f"only in {where}: {', '.join(names[:WORST])}{more}")
     if difference.tensors:
         table = _table(f"{len(difference.tensors)} of {difference.compared} tensors differ", "largest", "relative")
-        for tensor in difference.tensors[:WORST]:
+        single = [tensor for tensor in difference.tensors if everything or tensor.slot is None]
+        shown = single if everything else single[:WORST]
+        for tensor in shown:
             numbers = (tensor.max_abs, tensor.relative)
             cells = [tensor.problem, ""] if tensor.problem else [f"{number:.3g}" for number in numbers]
             _add(table, tensor.name, *cells)
+        if len(single) > len(shown):
+            _add(table, f"and {len(single) - len(shown)} more", "", "")
+        slots: dict[str, list[Differing]] = {}
+        for tensor in difference.tensors[len(single) :]:
+            slots.setdefault(tensor.slot or "", []).append(tensor)
+        for slot, tensors in slots.items():
+            worst = [max(getattr(t, key) or 0 for t in tensors) for key in ("max_abs", "relative")]
+            problems = sum(bool(tensor.problem) for tensor in tensors)
+            alike = f", {problems} of them not alike" if problems else ""
+            _add(table, f"optimizer/{slot}: {len(tensors)} tensors{alike}", *(f"{number:.3g}" for number in worst))
         _print(table)
-        if len(difference.tensors) > WORST:
-            _print(f"and {len(difference.tensors) - WORST} more")
+        if len(single) > len(shown) or slots:
+            _print("--all lists them one by one")
 
 
 def _table(*columns: str) -> Table:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,19 +59,20 @@ def options(
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a run to its end; it goes on from its last good checkpoint by itself."""
     from shoal.config import load_run
-    from shoal.config.mesh import check_layout
     from shoal.launch.local import start, wants_processes
     from shoal.launch.worker import among_others
     from shoal.parallel.world import World
     from shoal.training import train as train_run
+    from shoal.training.start import check_start
     from shoal.training.stop import Stopped
 
     run = load_run(config, overrides or ())
     if wants_processes(run):
-        check_layout(run.config, run.config.launch.processes)
+        check_start(run, run.config.launch.processes)
         raise typer.Exit(start(run, sys.argv[1:]))
     world = World.from_environment()
-    with among_others(run, world) if world.size > 1 else nullcontext():
+    check = partial(check_start, run, world.size)
+    with among_others(run, world, check) if world.size > 1 else nullcontext():
         try:
             outcome = train_run(run)
             stopped_by = outcome.stopped_by
@@ -94,7 +96,7 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
     from shoal.config.mesh import check_layout
 
     run = load_run(config, overrides or ())
-    ranks = check_layout(run.config, run.config.launch.processes)
+    ranks = check_layout(run.config, run.recipe_type(run.recipe_config), run.config.launch.processes)
     print(run.to_yaml(derived_values(derive_batches(run.config.training, ranks)[0], ranks)), end="")
 
 
@@ -103,7 +105,9 @@ def verify(
     config: ConfigFile,
     overrides: Overrides = None,
     procs: Annotated[int, typer.Option(help="Processes for the layouts that need several.")] = 2,
-    strategies: Annotated[str, typer.Option(help="Which layouts, with commas between; all unless given.")] = "",
+    strategies: Annotated[
+        str, typer.Option(help="Which layouts, with commas between; `own` is the config's; all unless given.")
+    ] = "",
     steps: Annotated[int, typer.Option(help="Steps to train in each.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     debug: Debug = False,
@@ -116,7 +120,8 @@ def verify(
 
     layouts = [name for name in strategies.split(",") if name] or None
     told = (lambda verdict: None) if as_json else print_verdict
-    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=told)
+    warn = partial(print, file=sys.stderr if as_json else sys.stdout)
+    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=told, warn=warn)
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     if not all(verdict.passed for verdict in verdicts):

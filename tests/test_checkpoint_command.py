@@ -167,6 +167,27 @@ def test_diff_is_to_the_bit_and_names_the_worst(tmp_path: Path, shoal: Command) 
     assert "samples: 4 in" in later.out
 
 
+def test_diff_puts_weights_first_and_sums_moments_up(tmp_path: Path, shoal: Command) -> None:
+    def many(change: float) -> TrainState:
+        weights = {f"w{n}": torch.ones(2) + change * n for n in range(12)}
+        return TrainState(
+            weights, {name: {"exp_avg": torch.ones(2) + 9 * change, "old": torch.ones(2)} for name in weights}
+        )
+
+    a, b = save(tmp_path / "a", given=many(0)), save(tmp_path / "b", given=many(0.5))
+    lines = shoal("diff", a, b).out.splitlines()
+    assert lines[0].split()[:5] == ["23", "of", "36", "tensors", "differ"]
+    assert lines[1].split() == ["model/w11", "5.5", "0.846"]
+    assert [line.split()[0] for line in lines[1:11]] == [f"model/w{n}" for n in range(11, 1, -1)]
+    assert lines[11].split() == ["and", "1", "more"]
+    assert lines[12].split() == ["optimizer/exp_avg:", "12", "tensors", "4.5", "0.818"]
+    assert lines[13:] == ["--all lists them one by one"]
+    names = [line.split()[0] for line in shoal("diff", a, b, "--all").out.splitlines()[1:]]
+    assert sorted(names) == sorted(
+        [*(f"model/w{n}" for n in range(1, 12)), *(f"optimizer/exp_avg/w{n}" for n in range(12))]
+    )
+
+
 def with_weight(weight: Tensor, **others: Tensor) -> TrainState:
     return TrainState({"weight": weight, **others}, {})
 
@@ -221,7 +242,25 @@ def test_diff_across_layouts(toy: ToyRun, pool2: Pool, shoal: Command) -> None:
     a, b = (folder / "checkpoints" / "step_00000004" for folder in (toy.output, toy.folder / "sharded"))
     assert shoal("diff", a, b, "--rtol", "1e-4").code == 0
     assert shoal("diff", a, a.with_name("step_00000002"), "--rtol", "1e-4").code == 1
-    assert [row["layout"] for row in shoal("ls", toy.folder / "sharded", "--json").json][-1] == "fsdp on 2"
+    assert [row["layout"] for row in shoal("ls", toy.folder / "sharded", "--json").json][-1] == "fsdp on 2: dp_shard 2"
+    assert 'mesh {"dp_shard": 2}' in shoal("show", b).out
+    assert [row["layout"] for row in shoal("ls", toy.output, "--json").json][-1] == "single on 1"
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"strategy": "3d", "world_size": 8, "mesh": {"tp": 2, "pp": 4}}, "3d on 8: pp 4 × tp 2"),
+        ({"strategy": "deepspeed", "world_size": 2, "mesh": {"dp_shard": 2}, "zero_stage": 3}, "on 2: ZeRO-3, dp_s"),
+        ({"strategy": "3d", "mesh": {"tp": "2", "pp": [1]}}, "3d on ?"),
+        ({"mesh": 7}, "unknown on ?"),
+    ],
+)
+def test_a_layout_in_words(tmp_path: Path, shoal: Command, layout: dict[str, Any], words: str) -> None:
+    CheckpointManager(tmp_path).save(state(), {"step": 1}, {"layout": layout})
+    (row,) = shoal("ls", tmp_path, "--json").json
+    assert words in row["layout"]
+    assert row["layout"].endswith(words) or "dp_s" in words
 
 
 def train_here(config: Path, overrides: list[str]) -> None:

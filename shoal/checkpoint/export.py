@@ -6,6 +6,7 @@ A checkpoint is not trusted: of its config only the recipe `causal_lm` is ever b
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -319,17 +320,20 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
 
 @contextmanager
 def _quiet_transformers() -> Iterator[Any]:
-    """The package, without its progress bars."""
+    """The package, without its progress bars, and without the words of DeepSpeed, which it imports if that is there."""
     import transformers
 
-    logging: Any = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    bars: Any = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    deepspeed = logging.getLogger("DeepSpeed")
+    heard, deepspeed.disabled = deepspeed.disabled, True
+    bars.disable_progress_bar()
     try:
         yield transformers
     finally:
+        deepspeed.disabled = heard
         if shown:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _compare(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from fnmatch import fnmatch
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.checkpoint.base import BaseAltered, BaseFiles, BaseMissing, BaseProbl
 from shoal.checkpoint.manager import CheckpointManager, note_of_damage
 from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.stored import Stored, tensor_digest
+from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 
 HIGHLIGHTS = (
@@ -90,10 +92,16 @@ class Differing:
     problem: str = ""
     """Why they cannot be compared."""
 
+    @property
+    def slot(self) -> str | None:
+        """Of the optimizer, such as exp_avg, if it is a moment."""
+        room, _, rest = self.name.partition("/")
+        return rest.partition("/")[0] if room == "optimizer" else None
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two checkpoints, worst tensors first."""
+    """Between two checkpoints, weights before moments, worst tensors first."""
 
     compared: int
     only_in_a: list[str] = field(default_factory=list)
@@ -217,7 +225,7 @@ def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
         only_in_a=_not_of_a_layout(left.keys() - right.keys()),
         only_in_b=_not_of_a_layout(right.keys() - left.keys()),
         position={key: [here.get(key), there.get(key)] for key in moved},
-        tensors=sorted(differing, key=lambda d: -1.0 if d.relative is None else d.relative, reverse=True),
+        tensors=sorted(differing, key=lambda d: (d.slot is not None, -inf if d.relative is None else -d.relative)),
     )
 
 
@@ -282,7 +290,12 @@ def _listed(folder: Path) -> Listed:
 
 
 def say_layout(layout: dict[str, Any]) -> str:
-    return f"{layout.get('strategy', 'unknown')} on {layout.get('world_size', '?')}"
+    """What a manifest says of it; those of hand-written loops and of other hands may say less."""
+    mesh = {side: size for side, size in _dict(layout.get("mesh")).items() if type(size) is int and size > 1}
+    words = [f"ZeRO-{layout['zero_stage']}"] if "zero_stage" in layout else []
+    words += [say_mesh(mesh)] if mesh else []
+    name = f"{layout.get('strategy', 'unknown')} on {layout.get('world_size', '?')}"
+    return ": ".join(filter(None, (name, ", ".join(words))))
 
 
 def _position(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import Config
+from shoal.config.schema import Config, DistributedConfig
 from shoal.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first."""
+
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
+"""By the schedule of a pipeline."""
 
 
 def fill_mesh(given: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -28,6 +32,12 @@ def fill_mesh(given: Mapping[str, int], world_size: int) -> dict[str, int]:
     elif product != world_size:
         raise UserError(f"distributed.mesh: {shown} = {product}, but there are {world_size} processes")
     return sizes
+
+
+def say_mesh(sizes: Mapping[str, int]) -> str:
+    """The sides that are longer than one."""
+    longer = [f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1]
+    return " × ".join(longer) or "one process"
 
 
 def data_size(sizes: Mapping[str, int]) -> int:
@@ -53,8 +63,22 @@ def micro_batches_needed(schedule: str, num_stages: int) -> int:
     return num_stages if schedule == "1f1b" else 1
 
 
-def check_layout(config: Config, processes: int) -> int:
-    """Refuses a mesh that so many processes are not, or batches that do not fill it; how many slices of a batch it has.
+def check_cut(recipe: Any, distributed: DistributedConfig, sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh that the recipe's model cannot be cut into, as far as that is known without the model."""
+    recipe.check_mesh(sizes)
+    pp, schedule, blocks = sizes["pp"], distributed.pipeline.schedule, recipe.num_blocks()
+    needed = pp * STAGES_PER_RANK[schedule]
+    if pp > 1 and blocks is not None and blocks < needed:
+        fewer = ", or distributed.pipeline.schedule 1f1b, which has one stage per rank" if needed > pp else ""
+        raise UserError(
+            f"distributed.pipeline.schedule = {schedule} on distributed.mesh.pp = {pp} has {needed} stages and needs "
+            f"{needed} blocks, but the model has {blocks}; use a smaller pp{fewer}"
+        )
+
+
+def check_layout(config: Config, recipe: Any, processes: int) -> int:
+    """Refuses a mesh that so many processes are not, that the model cannot be cut into, or that batches do not fill;
+    how many slices of a batch it has.
 
     Processes need not run yet.
     """
@@ -62,6 +86,7 @@ def check_layout(config: Config, processes: int) -> int:
     if distributed.strategy != "3d" or distributed.mesh is None:
         return processes
     sizes = fill_mesh(distributed.mesh.model_dump(), processes)
+    check_cut(recipe, distributed, sizes)
     slices, stages, schedule = data_size(sizes), sizes["pp"], distributed.pipeline.schedule
     for phase in derive_batches(config.training, slices):
         times, needed = accumulation(phase, slices), micro_batches_needed(schedule, stages)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from shoal.config.mesh import check_cut
 from shoal.config.schema import Config, LoaderConfig
 from shoal.config.yaml import Sources, Tree, format_value, is_section, parse_value, read_yaml
 from shoal.errors import UserError
@@ -97,7 +98,7 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
         recipe_type.Config, own, sources, extra_keys={"dataset": sorted(LoaderConfig.model_fields)}
     )
     if config.distributed.strategy == "3d" and config.distributed.mesh is not None:
-        recipe_type(recipe_config).check_mesh(config.distributed.mesh.model_dump())
+        check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
 
 
@@ -217,7 +218,7 @@ def _refuse_unknown(given: Tree, valid: Sequence[str], prefix: str, sources: Sou
 def _meant_by(key: str, valid: Sequence[str]) -> list[str]:
     """The keys that this may be short for, by their first words (`dp`) or initials (`lr`); else the nearest one."""
     initials = {name: "".join(word[0] for word in name.split("_") if word) for name in valid}
-    short_for = [name for name in valid if key and (name.startswith(f"{key}_") or initials[name] == key)]
+    short_for = [name for name in valid if len(key) > 1 and (name.startswith(f"{key}_") or initials[name] == key)]
     return short_for or get_close_matches(key, valid, n=1, cutoff=0.5)
 
 

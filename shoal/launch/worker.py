@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +32,11 @@ def log_path(run: Run, rank: int) -> Path:
 
 
 @contextmanager
-def among_others(run: Run, world: World) -> Iterator[None]:
+def among_others(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Rank 0 keeps the terminal, the others write to `logs/rank_<n>.log`; the first error reaches the terminal.
 
     The process ends here if there was one: its peers may hang in a collective, and taking leave of them would too.
+    `check` comes before there are logs, so that a run which it refuses leaves no folder.
     """
     _end_with_launcher()
     if world.board.check([ENDING]):
@@ -44,6 +45,7 @@ def among_others(run: Run, world: World) -> Iterator[None]:
     processes.terminal = terminal = os.dup(2)
     try:
         saved_before = manager.steps()
+        check()
         with _log(path, run) as log:
             if world.rank > 0:
                 os.dup2(log, 1)

@@ -35,17 +35,22 @@ class ChunkedHead:
         tensor: TensorParallel | None = None,
     ) -> None:
         """`tensor` has ranks that each make the logits of some tokens."""
+        self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
+        """Why the head scores itself, and how to do without; for errors."""
         if plan.head is None:
             raise UserError(
-                f"training.loss_chunks = {chunks}, but the recipe's plan names no head to make logits of some tokens "
-                "at a time; set it to 1, or name the head in the recipe's parallel_plan"
+                f"{self.cause}, but the recipe's plan names no head to make logits of some tokens at a time; "
+                f"{self.advice}, or name the head in the recipe's parallel_plan"
             )
+        if tensor is not None:  # then also without chunks
+            self.cause = f"distributed.mesh.tp = {tensor.size} cuts the head {plan.head!r}, which then gives the loss"
+            self.advice = "take its style vocabulary, and the embedding's, out of the recipe's parallel_plan"
         module = model.get_submodule(plan.head)
         self._linear = module if type(module).forward is nn.Linear.forward else None
         if self._linear is None and next(module.parameters(), None) is not None:
             raise UserError(
-                f"training.loss_chunks = {chunks} needs a head that is an nn.Linear or owns no parameters, but "
-                f"{plan.head!r} is a {type(module).__name__}; set it to 1"
+                f"{self.cause}, and a head that gives the loss is an nn.Linear or owns no parameters, but "
+                f"{plan.head!r} is a {type(module).__name__}; {self.advice}"
             )
         self.num_scored = 0
         """How often the head returned a loss: proof that it engaged."""
@@ -93,8 +98,7 @@ class ChunkedHead:
         hidden, labels = hidden.flatten(0, -2), self._labels.flatten()
         if len(hidden) != len(labels):
             raise UserError(
-                f"training.loss_chunks = {self._chunks}, but the head is called on {len(hidden)} tokens "
-                f"for {len(labels)} labels; set it to 1"
+                f"{self.cause}, but the head is called on {len(hidden)} tokens for {len(labels)} labels; {self.advice}"
             )
         # Under no_grad parameters still say that they require a gradient.
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]

@@ -297,11 +297,11 @@ def _in_memory(parameter: Any, write: bool = False) -> Iterator[bool]:
 
 
 def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters on meta become DTensors there, so that each rank is given its rows alone. Numbers have none."""
+    """Parameters on meta become DTensors there, so that each rank is given its rows alone."""
     cut: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta or not parameter.ndim:
+            if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in cut:
                 shape = tuple(parameter.shape)
@@ -319,7 +319,7 @@ def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, opt
     What comes in rows is gathered first. The optimizer, built while parameters still had their shapes, follows.
     """
     init = deepspeed.zero.Init(config_dict_or_path=config)  # which says no half precision, so fp32
-    init._enable_mem_efficient_linear()  # which entering it as a context would do
+    _use_lean_linear()
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -334,6 +334,26 @@ def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, opt
             module._parameters[key] = made[id(parameter)]
     for group in optimizer.param_groups:
         group["params"] = [made[id(parameter)] for parameter in group["params"]]
+
+
+def _use_lean_linear() -> None:
+    """DeepSpeed's keeps a parameter for the backward, not its gathered memory; but it rounds before it adds a bias."""
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    class Lean(LinearFunctionForZeroStage3):
+        @staticmethod
+        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return _LINEAR(input, weight, bias)
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return Lean.apply(input, weight, bias)
+
+    nn.functional.linear = linear
+
+
+def is_here(parameter: Any) -> bool:
+    """Whether a parameter has its elements at this moment, under ZeRO-3."""
+    return bool(parameter.ds_status.name == "AVAILABLE")
 
 
 def _gather_rows(tensor: DTensor) -> Tensor:

@@ -96,6 +96,10 @@ class Recipe:
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """Refuses what the model cannot be cut into, as far as it can be known without building it."""
 
+    def num_blocks(self) -> int | None:
+        """How many blocks the model has, where that is known without building it: every stage of a pipeline has one."""
+        return None
+
     def preview(self, model: nn.Module) -> str | None:
         """Something to look at after an evaluation, such as a generated text. Called on every rank."""
         return None

@@ -192,19 +192,21 @@ class CausalLMRecipe(TextRecipe):
         if self.config.model.config is None:
             return
         config = _make_config(self.config.model.config).get_text_config()
-        tp, cp, pp = (sizes.get(side, 1) for side in ("tp", "cp", "pp"))
+        tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, key, None)
             for side, ranks in (("tp", tp), ("tp × cp", tp * cp)):
                 if heads and heads % ranks:
                     raise UserError(f"distributed.mesh: {side} = {ranks} does not divide model.config.{key} = {heads}")
-        if pp > config.num_hidden_layers:
-            raise UserError(
-                f"distributed.mesh.pp = {pp} is more than model.config.num_hidden_layers = {config.num_hidden_layers}"
-            )
         length = self.config.dataset.seq_length
         if length % cp:
             raise UserError(f"distributed.mesh.cp = {cp} does not divide dataset.seq_length = {length}")
+
+    def num_blocks(self) -> int | None:
+        if self.config.model.config is None:
+            return None
+        layers: int = _make_config(self.config.model.config).get_text_config().num_hidden_layers
+        return layers
 
     def preview(self, model: nn.Module) -> str:
         """How the model goes on from the first words it was not trained on.

@@ -78,6 +78,8 @@ class DistributedStrategy:
         """Whether a rank can call the model by itself."""
         return True
 
+    stage: int = 0
+    """Of ZeRO; 0 where something else says what is split."""
     idle: Mapping[str, str] = MappingProxyType({})
     """Keys of its own that have no effect, and why; for the report."""
 
@@ -130,6 +132,13 @@ class DistributedStrategy:
     def about(self) -> str:
         """The layout in words, for the report."""
         return self.name
+
+    def layout(self) -> dict[str, Any]:
+        """The same as data, for the manifest of a checkpoint."""
+        mesh = {side: size for side, size in self.mesh_sizes().items() if size > 1}
+        stage = {"zero_stage": self.stage} if self.stage else {}
+        sizes = {"world_size": self.world_size, "data_size": self.data_size}
+        return {"strategy": self.name, **sizes, "mesh": mesh, **stage}
 
     def setup(self) -> None:
         if self.device.type == "cuda":
@@ -434,9 +443,8 @@ class DistributedStrategy:
         occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
         if self.highest(occupied):  # a save replaces what is there
             raise UserError(f"save_checkpoint: {path} exists and is no checkpoint; name another folder")
-        layout = {"strategy": self.name, "world_size": self.world_size, "data_size": self.data_size}
         plain = self.unwrap(model)
-        about = {"layout": layout, "optimizer": optimizer_settings(optimizer), **about_names(plain)}
+        about = {"layout": self.layout(), "optimizer": optimizer_settings(optimizer), **about_names(plain)}
         write_checkpoint(path, self.state(plain, optimizer), state, about)
 
     def load_checkpoint(self, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

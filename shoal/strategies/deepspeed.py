@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import ceil, prod
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from shoal.config.deepspeed import fit_json, idle_keys, read_json
 from shoal.config.schema import DeepSpeedConfig, TrainingConfig
@@ -27,9 +29,9 @@ from shoal.parallel.world import World
 from shoal.parallel.zero import (
     Connection,
     Partition,
-    Stretch,
     cut_into_rows,
     exchange,
+    is_here,
     load_deepspeed,
     partition_each,
     row_stretches,
@@ -60,7 +62,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         stage: int | None = None,
         offload_optimizer: str = "none",
         offload_parameters: str = "none",
-        config: str | Mapping[str, Any] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         training: TrainingConfig | None = None,
         **options: Any,
     ):
@@ -71,24 +73,35 @@ class DeepSpeedStrategy(DistributedStrategy):
         without_use = {key: why for key, why in idle_keys(self.zero.stage).items() if _is_given(self.zero, key)}
         self.idle = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
         if config is not None:
-            self.zero = self._fit(config, training)
+            self.zero = self._fit(config, training, options.get("mixed_precision", "fp32"))
         super().__init__(**options)
         self.stage = self.zero.stage
         self._check_options()
+        if self.device.type == "cpu":
+            without_use = {"overlap_comm": "on CPUs there is nothing to overlap with"}
+            without_use["cpu_checkpointing"] = "the host's memory is all there is"
+            self.idle |= {
+                f"distributed.deepspeed.{key}": why for key, why in without_use.items() if getattr(self.zero, key)
+            }
         self._deepspeed = load_deepspeed(self.device)
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
         self._buffers = MovingBuffers(self.broadcast)
         self._partition: Partition | None = None
         self._folders: dict[str, SwapFolder] = {}
-        self._seen_use = False
+        self._trained: frozenset[str] = frozenset()
+        self._waiting: set[str] = set()
+        """Those of them that have no gradient yet from the micro-batch that is under way."""
+        self._looks_on = False
 
-    def _fit(self, config: str | Mapping[str, Any], training: TrainingConfig | None) -> DeepSpeedConfig:
+    def _fit(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], training: TrainingConfig | None, precision: str
+    ) -> DeepSpeedConfig:
         if self.zero != DeepSpeedConfig():
             raise UserError("DeepSpeedStrategy(config=…) says what the other options would; leave those out")
-        by_path = isinstance(config, str)
-        told = read_json(config) if isinstance(config, str) else dict(config)
-        where = f"distributed.deepspeed.config_file {config}" if by_path else "DeepSpeedStrategy(config=…)"
-        fitted = fit_json(told, training, World.from_environment().size, where)
+        in_python = isinstance(config, Mapping)
+        told = dict(config) if isinstance(config, Mapping) else read_json(config)
+        where = "DeepSpeedStrategy(config=…)" if in_python else f"distributed.deepspeed.config_file {config}"
+        fitted = fit_json(told, training, World.from_environment().size, where, precision)
         self.idle = fitted.idle
         return DeepSpeedConfig(**fitted.options)
 
@@ -156,6 +169,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> tuple[nn.Module, Optimizer]:
         """The optimizer is built while parameters have their shapes; it comes back with this rank's part of them."""
         self._end_engine()
+        _check_parameters(model)
         self._transform(model, plan)
         self._cast_inside(model)
         if self.stage == 3:
@@ -163,6 +177,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         # A model that was built is whole on the CPU; its parameters go to the device one by one.
         one_by_one = self.stage == 3 and weights.kind == "built"
         materialise(model, self.device, self.seed, weights, parameters_on=CPU if one_by_one else None)
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
+                parameter.data = parameter.data.contiguous()
         optimizer = build_optimizer(model)
         _check_optimizer(optimizer)
         self._open_folders(model, optimizer)
@@ -173,7 +190,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self._partition = Partition(self.engine, _names(model))
-        self._buffers, self._seen_use = MovingBuffers(self.broadcast), False
+        self._buffers, self._looks_on = MovingBuffers(self.broadcast), self.stage == 3
+        self._watch_gradients(model)
         return model, optimizer
 
     def _transform(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
@@ -240,7 +258,9 @@ class DeepSpeedStrategy(DistributedStrategy):
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
-        with self._buffers.equal_at_start(model), self._seeing_all_used(model):
+        if self._looks_on:
+            recipe, self._looks_on = _LookedAt(recipe, model), False
+        with self._buffers.equal_at_start(model):
             return super().forward_backward(model, micro_batches, recipe, step)
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -248,35 +268,25 @@ class DeepSpeedStrategy(DistributedStrategy):
         return nullcontext()
 
     def back(self, loss: Tensor, scale: Tensor) -> None:
-        factor = self.data_size if self.stage == 3 else 1  # stage 3 averages over ranks and cannot do otherwise
-        self.engine.backward(loss * (scale * factor), scale_wrt_gas=False)  # type: ignore[operator]
-
-    @contextmanager
-    def _seeing_all_used(self, model: nn.Module) -> Iterator[None]:
-        """In the first step: a parameter without a gradient would get zeros, and be decayed all the same."""
-        if self._seen_use:
-            yield
-            return
-        unused = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, name=name: unused.pop(name, None))
-            for name, p in list(unused.items())
-        ]
-        yield
-        for hook in hooks:
-            hook.remove()
-        self._seen_use = True
-        if self.highest(bool(unused)):
-            first = next(iter(unused), "on another rank")
+        self._waiting = {*self._trained}
+        self.engine.backward(loss * scale, scale_wrt_gas=False)  # type: ignore[operator]
+        if self._waiting:
             raise UserError(
-                f"some parameters took no part in the loss ({first}), and DeepSpeed would decay them all the same; "
-                "freeze or remove them"
+                f"{min(self._waiting)} took no part in the loss of a micro-batch on rank {self.world.rank}; DeepSpeed "
+                "would step it all the same, by an old gradient or by weight decay alone: freeze or remove it, or use "
+                "strategy ddp with find_unused_parameters"
             )
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        trained = {name: p for p, name in _names(model).items() if p.requires_grad}
+        self._trained = frozenset(trained)
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
         """DeepSpeed decides on the host: it waits for the norm, and skips an update whose norm is not finite."""
         scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
-        norm, skipped = self._parts.step(max_norm, scale)
+        norm, skipped = self._parts.step(max_norm, scale / self._averaged_over)
         told = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in (norm, skipped)]
         info = StepInfo(*told)
         if self.loss_scale:
@@ -285,8 +295,13 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def named_gradients(self, model: nn.Module) -> dict[str, Tensor]:
         """Whole ones, put together from all ranks."""
-        whole = self._deepspeed.utils.safe_get_full_grad
-        return {name: whole(p).detach().clone() for p, name in _names(model).items() if p.requires_grad}
+        whole, times = self._deepspeed.utils.safe_get_full_grad, self._averaged_over
+        return {name: whole(p).detach() * times for p, name in _names(model).items() if p.requires_grad}
+
+    @property
+    def _averaged_over(self) -> int:
+        """Stage 3 averages gradients over ranks and cannot do otherwise; that is undone when they are unscaled."""
+        return self.data_size if self.stage == 3 else 1
 
     def parameter_bytes(self, model: nn.Module) -> int:
         return self._parts.parameter_bytes(model)
@@ -319,6 +334,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 tensor.detach().copy_(_whole(state.model[name]))
         parts.forget_slots()
         for group, members in parts.members.items():
+            if group is not None:
+                _check_counts(members, state)
             with parts.to_change(group):
                 for name, parameter in members.items():
                     if name in elsewhere & state.model.keys():
@@ -355,8 +372,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _rows(self, name: str, parameter: Tensor, own: Tensor) -> Tensor:
         """From this rank's stretch of a tensor that is as large as the parameter, its rows."""
         shape, before = whole_shape(parameter), self._parts.stretches[name]
-        if not shape:  # a number has none, so everyone gets it
-            return exchange(own, before, [Stretch(0, 1)] * self.world.size).view(())
         rows = exchange(own, before, row_stretches(shape, self.world.size))
         if rows is own and self._parts.on_disk(self._parts.group.get(name)):
             rows = own.clone()  # whose memory is about to be another group's
@@ -366,7 +381,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _own_elements(self, name: str, parameter: Tensor, value: Any) -> Tensor:
         """This rank's stretch of a tensor that everyone has, or that is on disk, or in rows."""
         shape, parts = whole_shape(parameter), self._parts
-        if not shape or (isinstance(value, Tensor) and not isinstance(value, DTensor)):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
             own = parts.own[name]
             return _whole(value).flatten()[own.start :][: own.numel]
         if isinstance(value, DTensor):
@@ -426,6 +441,56 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
     if optimizer.state:
         raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(
+                f"{name} is a number without dimensions, which DeepSpeed does not take; give it the shape (1,), or use "
+                "strategy ddp"
+            )
+
+
+def _check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
+    """Parameters that are stepped together have one count of steps."""
+    counted = {name for name in members if any(not value.shape for value in state.optimizer.get(name, {}).values())}
+    if counted and (new := sorted(members.keys() - counted)):
+        raise UserError(
+            f"{new[0]} has no optimizer state in the checkpoint and {min(counted)} has, but DeepSpeed counts their "
+            "steps together; go on with another distributed.strategy"
+        )
+
+
+class _LookedAt:
+    """A recipe whose loss is not to read weights that are elsewhere: under ZeRO-3 they are empty between modules."""
+
+    def __init__(self, recipe: Objective, model: nn.Module):
+        self._recipe, self._model = recipe, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recipe, name)
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        with _NoEmptyWeights(_names(self._model)):
+            return self._recipe.loss(output, batch)
+
+
+class _NoEmptyWeights(TorchFunctionMode):
+    def __init__(self, names: Mapping[nn.Parameter, str]):
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = [*args, *(kwargs or {}).values()] if func.__name__ not in ("__get__", "__set__") else []
+        told += [inner for value in told if isinstance(value, list | tuple) for inner in value]
+        for value in told:
+            if isinstance(value, nn.Parameter) and value in self.names and not is_here(value):
+                raise UserError(
+                    f"the recipe's loss reads {self.names[value]}, which is on other ranks under ZeRO stage 3, except "
+                    "while its module computes; compute it in a module, or use stage 2"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _keep_inputs_on_host(module: nn.Module, pin_memory: bool) -> None:

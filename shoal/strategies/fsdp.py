@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from shoal.config.mesh import fill_mesh
+from shoal.config.mesh import fill_mesh, say_mesh
 from shoal.config.schema import FSDPConfig
 from shoal.errors import UserError
 from shoal.parallel.buffers import MovingBuffers
@@ -29,6 +29,17 @@ from shoal.torch_private import uncompiled
 from shoal.types import MicroBatch, ParallelPlan, StepOutput, TrainState, Weights
 
 CPU = torch.device("cpu")
+
+OF_FULLY_SHARD = (
+    "sharding_strategy",
+    "auto_wrap_policy",
+    "min_num_params",
+    "wrap_classes",
+    "reduce_dtype",
+    "reduce_every_micro_batch",
+    "forward_prefetch",
+)
+"""Keys that say how it shards and sums, and mean nothing where the plain model computes."""
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -65,9 +76,10 @@ class FSDPStrategy(DistributedStrategy):
             "reduce_dtype": reduce_dtype,
             "buffer_dtype": buffer_dtype,
             "reduce_every_micro_batch": reduce_every_micro_batch,
+            "forward_prefetch": forward_prefetch,
         }
         try:
-            FSDPConfig(**checked)  # type: ignore[arg-type]
+            self._options = FSDPConfig(**checked)  # type: ignore[arg-type]
         except ValidationError as error:
             first = error.errors()[0]
             where = f"FSDPStrategy({first['loc'][0]}={first['input']!r}): " if first["loc"] else "FSDPStrategy: "
@@ -172,7 +184,11 @@ class FSDPStrategy(DistributedStrategy):
                 f"parameter {scalars[0]} is a single number, which FSDP cannot shard; give it the shape [1]"
             )
         if self._data_mesh().size() == 1 and not self.cpu_offload and self.param_dtype == "fp32":
-            return  # there is nothing to gather, and fully_shard would copy every parameter to do so
+            # There is nothing to gather, and fully_shard would copy every parameter to do so.
+            why = f"nothing is sharded on {say_mesh(self.mesh_sizes())}"
+            given = (key for key in OF_FULLY_SHARD if getattr(self._options, key) != getattr(FSDPConfig(), key))
+            self.idle = {**self.idle, **{f"distributed.fsdp.{key}": why for key in given}}
+            return
         offload = CPUOffloadPolicy(pin_memory=True) if self.cpu_offload else OffloadPolicy()
         param_type, reduce_type = DTYPES[self.param_dtype], DTYPES[self.reduce_dtype]
         # None: all but the model itself, whose parameters its backward would gather again right away.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.config.mesh import DIMENSIONS, fill_mesh, micro_batches_needed
+from shoal.config.mesh import DIMENSIONS, fill_mesh, micro_batches_needed, say_mesh
 from shoal.errors import UserError
 from shoal.parallel.chunked_loss import ChunkedHead
 from shoal.parallel.context import HeadExchange, apply_context_parallel
@@ -92,8 +92,7 @@ class MeshStrategy(FSDPStrategy):
         self.data_groups = [self.weights_mesh.get_group(name) for name in sides]
 
     def about(self) -> str:
-        sides = " × ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1)
-        about = f"3d, {sides or 'one process'}"
+        about = f"3d, {say_mesh(self.sizes)}"
         if self.pipeline is not None:
             about += f"; {self.pipeline.num_stages} stages, {self.schedule}"
         if self.tensor is not None:

@@ -63,8 +63,8 @@ class Report:
         head = self.trainer.strategy.chunked_head
         if head is not None and not head.num_scored:
             raise UserError(
-                f"training.loss_chunks = {self.training.loss_chunks}, but the model never called the plan's head in "
-                "the first step; set it to 1 or mend the recipe's parallel_plan"
+                f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
+                "the recipe's parallel_plan"
             )
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
@@ -94,13 +94,7 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(t.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
-        built = f"as built; this process held the whole model once; {t.weights.reason}".rstrip("; ")
-        read = f"read from {len(t.weights.files)} files; {t.weights.reason}".rstrip("; ")
-        weights = {"init": "drawn by name", "files": read, "built": built}[t.weights.kind]
-        if t.progress.weights_from:
-            yield "weights", f"from {t.progress.weights_from}", ("checkpoint.init_from",)
-        else:
-            yield "weights", weights, ("experiment.seed",)
+        yield self._weights()
         yield "data", f"{t.epoch_size:,} samples an epoch" if t.epoch_size else "a stream", ("dataset.name",)
         first, *later = t.batches.phases
         times = accumulation(first, t.strategy.data_size)
@@ -148,7 +142,7 @@ class Report:
         unasked = [key for key in ("checkpoint.metric", "checkpoint.mode") if key in t.run.sources]
         if unasked and not c.keep_best:
             yield "not in force", f"{', '.join(unasked)}: checkpoint.keep_best is 0", tuple(unasked)
-        if config.checkpoint.init_from and not t.progress.weights_from:
+        if config.checkpoint.init_from and t.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
         for key, why in t.strategy.idle.items():
@@ -157,6 +151,17 @@ class Report:
             keys = tuple(key for key in t.run.sources if key.startswith(f"distributed.{section}."))
             if keys and t.strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {t.strategy.name}", keys
+
+    def _weights(self) -> tuple[str, str, tuple[str, ...]]:
+        t, weights = self.trainer, self.trainer.weights
+        if origin := t.progress.weights_from:
+            origin, key = f"from {origin}", "checkpoint.resume" if t.first_step else "checkpoint.init_from"
+        else:
+            read = f"read from {len(weights.files)} files"
+            origin = {"init": "drawn by name", "files": read, "built": "as built"}[weights.kind]
+            key = "experiment.seed"
+        held = "this process held the whole model once" if weights.kind == "built" else ""
+        return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
 
 
 def _device_name(device: torch.device) -> str:

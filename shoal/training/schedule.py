@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import cos, pi
+from math import cos, isclose, pi
 
 from shoal.config.schema import Decay, TrainingConfig, WarmupStableDecay
+from shoal.config.yaml import format_value
 
 Schedule = Callable[[int], float]
 """Step (from 0) → the factor on the learning rate."""
+
+SCHEDULING = ("max_steps", "num_epochs", "learning_rate", "lr_scheduler", "warmup_steps", "warmup_ratio")
+"""The keys of `training` that say what the learning rate is at a step."""
 
 
 def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
@@ -18,6 +22,25 @@ def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
         warmup = round((training.warmup_ratio or 0.0) * total_steps)
     curve = _curve(training, warmup, total_steps)
     return lambda step: (step + 1) / (warmup + 1) if step < warmup else curve(step)
+
+
+def say_jump(then: TrainingConfig, now: TrainingConfig, totals: tuple[int, int], step: int) -> str | None:
+    """What was changed, if a run that goes on at `step` has another learning rate there than it had been planned with.
+
+    `totals` are the steps of the whole run, then and now.
+    """
+    planned, follows = (build_schedule(*each) for each in zip((then, now), totals, strict=True))
+    before, meant = (then.learning_rate * planned(at) for at in (step - 1, step))
+    after = now.learning_rate * follows(step)
+    if isclose(after, meant, rel_tol=1e-6):
+        return None
+    old, new = (training.model_dump(include={*SCHEDULING}) for training in (then, now))
+    changed = [key for key in SCHEDULING if old[key] != new[key]]
+    what = ", ".join(f"training.{key} is {format_value(new[key])} and was {format_value(old[key])}" for key in changed)
+    return (
+        f"{what}: the learning rate was {before:.3g} at step {step} and is {after:.3g} at step {step + 1}, where it "
+        f"would have been {meant:.3g}"
+    )
 
 
 def _curve(training: TrainingConfig, warmup: int, total_steps: int) -> Schedule:

@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.base import Base
-from shoal.checkpoint.foreign import weights_for
+from shoal.checkpoint.foreign import open_weights, weights_for
 from shoal.checkpoint.lease import Lease, was_restarted
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start, num_bytes
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
+from shoal.config.deepspeed import fit_json, read_json
+from shoal.config.mesh import check_layout
+from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.parallel.world import World
 from shoal.strategies import DistributedStrategy
 from shoal.strategies.state import sharded_parameter
+from shoal.training.schedule import SCHEDULING
 from shoal.types import BatchPhase, TrainState
 
 COUNTS = ("step", "samples", "skipped_steps")
@@ -43,6 +48,20 @@ class Progress:
     """Whether the checkpoint's step was evaluated before it was saved."""
     started_from: str = "scratch"
     weights_from: str | None = None
+    """The checkpoint that the run goes on from, or `init_from`."""
+    made_with: TrainingConfig | None = None
+    """This run's `training`, with the schedule that the checkpoint was made with."""
+
+
+def check_start(run: Run, processes: int) -> None:
+    """Refuses what so many processes could not begin with, before there are any, and before there is a run folder."""
+    config = run.config
+    check_layout(config, run.recipe_type(run.recipe_config), processes)
+    if config.distributed.strategy == "deepspeed" and (path := config.distributed.deepspeed.config_file):
+        fit_json(read_json(path), config.training, processes, f"distributed.deepspeed.config_file {path}")
+    begins = not _find_start(run, CheckpointManager(config.output_dir), lambda warning: None)
+    if begins and config.checkpoint.init_from:
+        open_weights(config.checkpoint.init_from)
 
 
 def check_world(run: Run, world: World) -> None:
@@ -88,10 +107,7 @@ def restore(
 ) -> Progress:
     """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    try:
-        folders = find_start(resume, manager, warn, was_restarted())
-    except PermissionError as error:
-        raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
+    folders = _find_start(run, manager, warn)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
@@ -120,7 +136,14 @@ def restore(
         manager.note_damage()
         counts = {key: checkpoint.trainer[key] for key in COUNTS}
         evaluated = "metrics" in checkpoint.trainer
-        return Progress(batches=batches, started_from=str(folder), evaluated=evaluated, **counts)
+        return Progress(
+            batches=batches,
+            started_from=str(folder),
+            weights_from=str(folder),
+            evaluated=evaluated,
+            made_with=_made_with(checkpoint.manifest["config"], run.config.training),
+            **counts,
+        )
     if damages:  # starting anew would soon rotate away what might still be saved
         count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
         raise UserError(
@@ -131,6 +154,14 @@ def restore(
     if path := run.config.checkpoint.init_from:
         take_weights(path, strategy, model, optimizer, base, warn)
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
+
+
+def _find_start(run: Run, manager: CheckpointManager, warn: Callable[[str], None]) -> list[Path]:
+    resume = run.config.checkpoint.resume
+    try:
+        return find_start(resume, manager, warn, was_restarted())
+    except PermissionError as error:
+        raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
 
 
 def take_weights(
@@ -243,6 +274,15 @@ def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Cal
     return BatchSchedule(
         tuple(BatchPhase(epoch, size, min(batch, ceil(size / data_size))) for epoch, size, batch in kept)
     )
+
+
+def _made_with(config: dict[str, Any], now: TrainingConfig) -> TrainingConfig | None:
+    then = config.get("training")
+    scheduling = {key: then[key] for key in SCHEDULING if key in then} if isinstance(then, dict) else {}
+    try:
+        return TrainingConfig.model_validate({**now.model_dump(), **scheduling})
+    except ValidationError:  # of another version, or by another hand
+        return None
 
 
 def _sizes(phases: tuple[BatchPhase, ...]) -> list[tuple[int, ...]]:

@@ -21,8 +21,7 @@ from shoal.checkpoint.base import Base
 from shoal.checkpoint.foreign import about_names
 from shoal.checkpoint.lease import Lease
 from shoal.config import Run
-from shoal.config.mesh import check_layout
-from shoal.config.schema import ConsoleMode, ProfileConfig
+from shoal.config.schema import ConsoleMode, ProfileConfig, TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.console import Console
@@ -40,8 +39,8 @@ from shoal.training.diagnose import first_bad_module
 from shoal.training.meter import Meter, flops_per_sample
 from shoal.training.optimizer import build_optimizer, set_learning_rate
 from shoal.training.report import Report
-from shoal.training.schedule import Schedule, build_schedule
-from shoal.training.start import Progress, check_room, check_world, load_best, open_run_folder, restore
+from shoal.training.schedule import Schedule, build_schedule, say_jump
+from shoal.training.start import Progress, check_room, check_start, check_world, load_best, open_run_folder, restore
 from shoal.training.stop import StopFlag, Stopped
 from shoal.types import MicroBatch, Weights
 
@@ -74,7 +73,7 @@ def train(run: Run) -> Outcome:
     """Trains a run to its end, going on from its last good checkpoint."""
     strategy = from_config(run.config)
     check_world(run, strategy.world)
-    check_layout(run.config, strategy.world_size)
+    check_start(run, strategy.world_size)
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
             lease = folder.enter_context(open_run_folder(run, strategy))
@@ -292,17 +291,13 @@ class Trainer:
         """In the background it returns when the state is copied aside; `settle` hears how it went."""
         self.settle()
         self.watchdog.at("saving", self.step)
-        layout = {
-            "strategy": self.strategy.name,
-            "world_size": self.strategy.world_size,
-            "data_size": self.strategy.data_size,
-        }
         progress: dict[str, Any] = {"step": self.step, "samples": self.loader.position}
         progress["skipped_steps"] = self.meter.skipped_steps()
         if self.evaluated_step == self.step:
             progress["metrics"] = {name: value for name, value in self.evaluation.items() if isfinite(value)}
         batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
-        about = {"layout": layout, "batches": batches, "config": self.run.tree(), **about_names(self.model)}
+        layout, config = self.strategy.layout(), self.run.tree()
+        about = {"layout": layout, "batches": batches, "config": config, **about_names(self.model)}
         state, base = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
         try:
             self.manager.save(state, progress, about | base)
@@ -433,14 +428,14 @@ class Trainer:
 
     def _open_loaders(self, resources: ExitStack) -> None:
         training, samples = self.config.training, self.progress.samples
-        end = None
-        if training.num_epochs and self.epoch_size:
-            end = training.num_epochs * self.epoch_size
-            self.total_steps = self.step + self.batches.steps_between(samples, end, self.epoch_size)
-        else:
-            assert training.max_steps
-            self.total_steps = training.max_steps
+        end = training.num_epochs * self.epoch_size if training.num_epochs and self.epoch_size else None
+        self.total_steps = self._count_steps(training)
         self.schedule = build_schedule(training, self.total_steps)
+        then = self.progress.made_with
+        if then and self.step < self.total_steps and (then.max_steps or self.epoch_size):
+            jump = say_jump(then, training, (self._count_steps(then), self.total_steps), self.step)
+            if jump:
+                self.warnings.append(f"going on from {self.progress.started_from}, {jump}")
         options = self.config.dataset.model_dump() | {
             "seed": self.config.experiment.seed,
             "data_rank": self.strategy.data_rank,
@@ -461,6 +456,14 @@ class Trainer:
             batches = BatchSchedule.constant(whole, batch_size)
             self.eval_loader = Loader(self.eval_data, self.recipe.collate, batches, end=limit, shuffle=False, **options)
             resources.enter_context(closing(self.eval_loader))
+
+    def _count_steps(self, training: TrainingConfig) -> int:
+        """Of the whole run, from its beginning to its end."""
+        if training.num_epochs and self.epoch_size:
+            end = training.num_epochs * self.epoch_size
+            return self.step + self.batches.steps_between(self.progress.samples, end, self.epoch_size)
+        assert training.max_steps
+        return training.max_steps
 
     def _open_observers(self, resources: ExitStack) -> None:
         config = self.config

@@ -12,7 +12,7 @@ from torch import nn
 from shoal.config import Run, check_run, derive_batches
 from shoal.config.batch import accumulation
 from shoal.config.mesh import data_size, fill_mesh, micro_batches_needed
-from shoal.config.schema import DeepSpeedConfig, FSDPConfig, TrainingConfig
+from shoal.config.schema import DeepSpeedConfig, DistributedConfig, FSDPConfig, TrainingConfig
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
 from shoal.parallel.context import attentions
@@ -113,7 +113,7 @@ def _fsdp(sharding: str, **mesh: int) -> Callable[[int], dict[str, object]]:
     return lambda procs: {"strategy": "fsdp", "fsdp": {"sharding_strategy": sharding}, "mesh": mesh or None}
 
 
-def _sharded(case: Case, shards: int, gathers: tuple[float, float]) -> Promise:
+def sharded(case: Case, shards: int, gathers: tuple[float, float]) -> Promise:
     """`gathers` is how often a micro-batch gathers the parameters, at least and at most."""
     low, high = (case.micro_batches * times * case.gathered(shards) for times in gathers)
     collectives = {GATHER: Range(low, high), SCATTER: Range.exactly(case.scattered(shards))}
@@ -183,7 +183,7 @@ def _on_meta(run: Run) -> tuple[nn.Module, ParallelPlan]:
 EXCHANGES = frozenset({REDUCE, GATHER, SCATTER, SWAP, "allgather", "broadcast"})
 
 
-def _mesh(
+def mesh_layout(
     name: str,
     about: str,
     sequence: bool = False,
@@ -267,13 +267,13 @@ LAYOUTS = {
             "fsdp",
             "shards, gathered for the forward and again for the backward",
             changes=_fsdp("FULL_SHARD"),
-            promise=lambda case: _sharded(case, case.procs, (1, 2)),
+            promise=lambda case: sharded(case, case.procs, (1, 2)),
         ),
         Layout(
             "fsdp_shard_grad_op",
             "shards, gathered once for the forward and backward",
             changes=_fsdp("SHARD_GRAD_OP"),
-            promise=lambda case: _sharded(case, case.procs, (1, 1)),
+            promise=lambda case: sharded(case, case.procs, (1, 1)),
         ),
         Layout(
             "fsdp_no_shard",
@@ -285,7 +285,7 @@ LAYOUTS = {
             "fsdp_hybrid",
             "two replicas, shards within each",
             changes=_fsdp("HYBRID_SHARD", dp_replicate=2, dp_shard=-1),
-            promise=lambda case: _sharded(case, case.procs // 2, (1, 2)),
+            promise=lambda case: sharded(case, case.procs // 2, (1, 2)),
             unfit=lambda run, procs: (
                 f"{procs} processes are not two replicas of several" if procs < 4 or procs % 2 else None
             ),
@@ -293,20 +293,20 @@ LAYOUTS = {
         _zero(1, "replicas by DeepSpeed, the optimizer in parts"),
         _zero(2, "replicas by DeepSpeed, optimizer and gradients in parts"),
         _zero(3, "DeepSpeed, everything in parts"),
-        _mesh("tp", "parts of every layer", tp=-1),
-        _mesh("tp_sp", "parts of every layer, and of the tokens in between", sequence=True, tp=-1),
-        _mesh("tp_fsdp", "two parts of every layer, shards of each", tp=2, dp_shard=-1),
-        _mesh("tp_ddp", "two parts of every layer, replicas of each", tp=2, dp_replicate=-1),
-        _mesh("pp", "stages, one forward and one backward in turn", pp=-1),
-        _mesh("pp_gpipe", "stages, all forwards before all backwards", schedule="gpipe", pp=-1),
-        _mesh("pp_interleaved", "two stages on each process", schedule="interleaved", pp=-1),
-        _mesh("pp_zbv", "two stages on each process, backwards in two halves", schedule="zbv", pp=-1),
-        _mesh("pp_fsdp", "two stages, shards of each", pp=2, dp_shard=-1),
-        _mesh("pp_ddp", "two stages, replicas of each", pp=2, dp_replicate=-1),
-        _mesh("pp_tp", "two stages, parts of every layer", pp=2, tp=-1),
-        _mesh("pp_tp_fsdp", "two stages, two parts of every layer, shards of each", pp=2, tp=2, dp_shard=-1),
-        _mesh("cp", "parts of every sequence", cp=-1),
-        _mesh("cp_fsdp", "two parts of every sequence, each by shards", cp=2, dp_shard=-1),
+        mesh_layout("tp", "parts of every layer", tp=-1),
+        mesh_layout("tp_sp", "parts of every layer, and of the tokens in between", sequence=True, tp=-1),
+        mesh_layout("tp_fsdp", "two parts of every layer, shards of each", tp=2, dp_shard=-1),
+        mesh_layout("tp_ddp", "two parts of every layer, replicas of each", tp=2, dp_replicate=-1),
+        mesh_layout("pp", "stages, one forward and one backward in turn", pp=-1),
+        mesh_layout("pp_gpipe", "stages, all forwards before all backwards", schedule="gpipe", pp=-1),
+        mesh_layout("pp_interleaved", "two stages on each process", schedule="interleaved", pp=-1),
+        mesh_layout("pp_zbv", "two stages on each process, backwards in two halves", schedule="zbv", pp=-1),
+        mesh_layout("pp_fsdp", "two stages, shards of each", pp=2, dp_shard=-1),
+        mesh_layout("pp_ddp", "two stages, replicas of each", pp=2, dp_replicate=-1),
+        mesh_layout("pp_tp", "two stages, parts of every layer", pp=2, tp=-1),
+        mesh_layout("pp_tp_fsdp", "two stages, two parts of every layer, shards of each", pp=2, tp=2, dp_shard=-1),
+        mesh_layout("cp", "parts of every sequence", cp=-1),
+        mesh_layout("cp_fsdp", "two parts of every sequence, each by shards", cp=2, dp_shard=-1),
     )
 }
 
@@ -350,13 +350,20 @@ def layout_case(
     )
 
 
+def distributed_as(run: Run, changes: Mapping[str, object]) -> DistributedConfig:
+    """The config's, changed; other options of a section stay as they are, but those of a mesh."""
+    tree: Tree = run.config.distributed.model_dump()
+    for key, value in changes.items():
+        others = {} if key == "mesh" else tree[key]
+        tree[key] = {**others, **value} if isinstance(value, dict) else value
+    return DistributedConfig.model_validate(tree)
+
+
 def _changed(
     run: Run, distributed: Mapping[str, object], global_batch_size: int, batch_size: int, training: Tree
 ) -> Run:
     tree: Tree = run.tree()
-    for key, value in distributed.items():  # the other options of a section stay as the config has them, but of a mesh
-        others = {} if key == "mesh" else tree["distributed"][key]
-        tree["distributed"][key] = {**others, **value} if isinstance(value, dict) else value
+    tree["distributed"] = distributed_as(run, distributed).model_dump()
     tree["training"] |= {
         "global_batch_size": global_batch_size,
         "batch_size": batch_size,

@@ -12,9 +12,9 @@ from shoal.verify.prove import Verdict
 
 def print_verdict(verdict: Verdict) -> None:
     word = "same" if verdict.passed else "NOT the same"
-    table = Table(
-        title=f"{verdict.layout} on {verdict.procs} against one device: {word}", title_justify="left", box=None
-    )
+    own = f" (this config's own layout: {verdict.own})" if verdict.own else ""
+    title = f"{verdict.layout} on {verdict.procs} against one device: {word}{own}"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("measured", overflow="fold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import shutil
 from collections.abc import Callable
@@ -107,6 +108,29 @@ def test_a_hugging_face_folder_opens_and_computes_the_same(
     else:
         assert any("bytes" in note for note in done.notes)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_deepspeed_is_not_heard(
+    saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is installed, saving imports it, and it says which accelerator it guesses."""
+    import transformers
+
+    heard: list[str] = []
+    logger, handler = logging.getLogger("DeepSpeed"), logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: heard.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    save = transformers.PreTrainedModel.save_pretrained
+
+    def loud(*args: Any, **options: Any) -> None:
+        logger.warning("a guess")
+        save(*args, **options)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", loud)
+    export(saved("tied")[0], tmp_path / "out", "hf")
+    logger.warning("of its own run")
+    assert heard == ["of its own run"]
 
 
 def test_many_shards_and_a_smaller_type(

@@ -12,6 +12,7 @@ from conftest import ToyRun
 from launched import TORCHRUN, Launched, free_port, listening_addresses
 from safetensors.torch import load_file
 
+from shoal.cli import train
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.launch.local import start
@@ -111,6 +112,45 @@ def test_refused_before_a_process_starts(
             start(load_run(toy.config, overrides), [])
     for word in words:
         assert word in str(caught.value)
+
+
+JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zero.json"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["checkpoint.init_from=nowhere"], ["checkpoint.init_from = 'nowhere'", "no such file"]),
+        (["checkpoint.init_from=empty"], ["checkpoint.init_from", "is no checkpoint"]),
+        (["checkpoint.resume=nowhere"], ["checkpoint.resume = 'nowhere'", "no such folder"]),
+        ([*JSON, 'json={"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'], ["gradient_cliping", "did you"]),
+        ([*JSON, 'json={"zero_optimization": {"stage": 2}, "train_batch_size": 5}'], ["train_batch_size", "2 proc"]),
+        ([*JSON, "json={"], ["distributed.deepspeed.config_file", "no valid JSON"]),
+        (["distributed.strategy=3d", "distributed.mesh={tp: 3}"], ["tp 3 does not divide the 2 processes"]),
+    ],
+)
+def test_refused_before_there_is_a_folder(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
+) -> None:
+    monkeypatch.setattr("shoal.launch.local.elastic_launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.chdir(toy.folder)
+    (toy.folder / "empty").mkdir()
+    for text in [override.removeprefix("json=") for override in overrides if override.startswith("json=")]:
+        (toy.folder / "zero.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        train(toy.config, [TWO, *(override for override in overrides if not override.startswith("json="))])
+    for word in words:
+        assert word in str(caught.value)
+    assert not toy.output.exists()
+
+
+@pytest.mark.slow
+def test_what_torchrun_started_is_refused_without_a_folder_too(toy: ToyRun) -> None:
+    wrong = "checkpoint.init_from=nowhere"
+    with Launched(toy, *TORCHRUN, "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
+        run.wait()
+    assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': there is no such file or folder") == 1
+    assert not toy.output.exists()
 
 
 @pytest.mark.parametrize(

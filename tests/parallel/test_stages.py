@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shoal.config.mesh import STAGES_PER_RANK
 from shoal.errors import UserError
-from shoal.parallel.stages import PassThrough, count_stages, cut, follow_mode, stages_of, take_stages
+from shoal.parallel.stages import SCHEDULES, PassThrough, count_stages, cut, follow_mode, stages_of, take_stages
 from shoal.types import ParallelPlan
 
 
@@ -71,6 +72,7 @@ def test_ranks_hold_stages_in_loops_or_in_a_v() -> None:
     assert stages_of(1, 2, "interleaved", virtual=3) == (1, 3, 5)
     assert [stages_of(rank, 2, "zbv") for rank in range(2)] == [(0, 3), (1, 2)]
     assert [count_stages(4, schedule) for schedule in ("gpipe", "1f1b", "interleaved", "zbv")] == [4, 4, 8, 8]
+    assert {schedule: count_stages(1, schedule) for schedule in SCHEDULES} == STAGES_PER_RANK
 
 
 def test_cuts_are_balanced_by_what_a_token_costs() -> None:

@@ -16,7 +16,7 @@ import torch
 from conftest import ToyRun
 from pool import Pool
 from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 from verify.planted import Block, Ragged, Words
 
@@ -129,25 +129,147 @@ def test_running_means_start_every_step_as_rank_0_has_them(pool2: Pool) -> None:
     assert np.abs(first).sum() > 0
 
 
-class Unused(Ragged):
+class Sometimes(Ragged):
+    """A layer takes part in these forwards alone."""
+
+    def __init__(self, *forwards: int) -> None:
+        super().__init__()
+        self.forwards, self.count_forwards = forwards, 0
+
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        model.spare = nn.Linear(2, 2)
-        model.forward = lambda input: nn.Sequential(*list(model.children())[:-1])(input)  # type: ignore[method-assign]
+        model.spare = nn.Linear(13, 13)
+        *body, spare = model.children()
+
+        def forward(input: Tensor) -> Tensor:
+            self.count_forwards += 1
+            output = nn.Sequential(*body)(input)
+            return spare(output) if self.count_forwards - 1 in self.forwards else output
+
+        model.forward = forward  # type: ignore[method-assign]
+        return model
+
+
+class Peeking(Ragged):
+    """Its loss looks at a weight by itself, and calls a module again."""
+
+    def build_model(self) -> nn.Module:
+        self.model = super().build_model()
+        return self.model
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        again = self.model[4](torch.ones(16)).sum() * 1e-3
+        return super().loss(output, batch) + again + self.model[4].weight.detach().norm()
+
+
+class Again(Peeking):
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return Ragged.loss(self, output, batch) + self.model[4](torch.ones(16)).sum() * 1e-3
+
+
+class Number(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
         return model
 
 
 def refusal(options: dict[str, Any], recipe: Any) -> str:
     try:
-        zero(options, recipe, 1)
+        zero(options, recipe, 2)
     except UserError as error:
         return str(error)
     return ""
 
 
-def test_a_parameter_without_a_gradient_is_refused() -> None:
-    """DeepSpeed would decay it, which no other layout does."""
-    assert "(spare.weight), and DeepSpeed would decay them" in refusal({"stage": 2}, Unused())
+@pytest.mark.parametrize("forwards", [(), (0, 2), (1, 3), (0, 1)])
+@pytest.mark.parametrize("options", [{"stage": 2}, {**ALL_SPLIT, "offload_optimizer": "cpu"}])
+def test_a_parameter_without_a_gradient_is_refused(options: dict[str, Any], forwards: tuple[int, ...]) -> None:
+    """DeepSpeed would decay it, add the last step's gradient, or lose a part of it, as no other layout does."""
+    assert "spare.bias took no part in the loss of a micro-batch on rank 0" in refusal(options, Sometimes(*forwards))
+
+
+def test_a_loss_that_reads_weights(alone: dict[str, Any]) -> None:
+    assert "the recipe's loss reads 4.weight, which is on other ranks" in refusal(ALL_SPLIT, Peeking())
+    assert refusal({"stage": 2}, Peeking()) == ""
+    assert refusal(ALL_SPLIT, Again()) == ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_number_is_refused(stage: str) -> None:
+    assert "logit_scale is a number without dimensions" in refusal(STAGES[stage], Number())
+
+
+class Convolving(Ragged):
+    """A weight that lies channels last."""
+
+    def build_model(self) -> nn.Module:
+        class Convolution(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Conv2d(16, 16, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x.transpose(1, 2)[:, :, None]).squeeze(2).transpose(1, 2)
+
+        return nn.Sequential(nn.Embedding(13, 16), Convolution(), nn.Linear(16, 13))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_lies_otherwise(stage: str) -> None:
+    whole = steps(SingleStrategy(device="cpu"), Convolving(), 2)
+    assert worst(zero(STAGES[stage], Convolving(), 2), whole) < 2e-5
+
+
+class Steep(Ragged):
+    """Its gradient times 2**16 is finite in fp16, and times twice that is not."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 4), nn.Linear(4, 1, bias=False))
+
+    def count(self, batch: Any) -> int:
+        return 1
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.float()[0, 0, 0] * 0.9
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_do_not_scale_the_loss(pool2: Pool, stage: str) -> None:
+    for told in pool2.run(zero, STAGES[stage] | {"mixed_precision": "fp16"}, Steep(), 2, init=False):
+        assert told["scale"] == 2.0**16
+        assert told["skipped"] == [0, 0]
+
+
+def test_a_bias_is_added_before_rounding(pool2: Pool) -> None:
+    half = {"mixed_precision": "bf16"}
+    alone = steps(SingleStrategy(device="cpu", **half), Ragged(), 1)
+    for told in pool2.run(zero, ALL_SPLIT | half, Ragged(), 1, init=False):
+        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def thaw(stage: str) -> str:
+    """What is said of moments that some parameters have and others do not."""
+    recipe = Ragged()
+    with DeepSpeedStrategy(device="cpu", **STAGES[stage]) as strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        adamw = lambda m: torch.optim.AdamW(m.parameters())  # noqa: E731
+        model, optimizer = strategy.prepare(model, adamw, recipe.parallel_plan(model), weights)
+        batch = next(iter(Loader(Words(), recipe.collate, BatchSchedule.constant(4, 4), seed=0)))
+        strategy.forward_backward(model, batch, recipe, 0)
+        strategy.step(optimizer)
+        state = strategy.state(model, optimizer)
+        del state.optimizer["1.up.weight"]
+        with pytest.raises(UserError) as refused:
+            strategy.load_state(model, optimizer, state)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_moments_of_some_are_refused(stage: str) -> None:
+    assert thaw(stage).startswith(
+        "1.up.weight has no optimizer state in the checkpoint and 0.weight has, but DeepSpeed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +431,7 @@ def test_the_report_says_what_is_in_force(toy: ToyRun, pool2: Pool) -> None:
     keys += ["distributed.deepspeed.allgather_bucket_size=1000", "distributed.fsdp.forward_prefetch=true"]
     pool2.run(train_here, toy.config, keys, init=False)
     report = (toy.output / "report.txt").read_text()
-    assert "ZeRO-3, optimizer, gradients and weights over 2 ranks, optimizer and weights in the host's memory" in report
+    assert "ZeRO-3, optimizer, gradients and weights over 2 ranks, optimizer in the host's memory, weights in" in report
     assert "Sequential, 49 parameters" in report
     assert "distributed.deepspeed.allgather_bucket_size: ZeRO stage 3 gathers weights when they are needed" in report
     assert "distributed.fsdp: the strategy is deepspeed" in report

@@ -129,6 +129,10 @@ def test_one_process() -> None:
     assert half["loss"] != alone["loss"]
     assert half["loss"] == pytest.approx(alone["loss"], rel=2e-2)
     assert all(tensor.dtype == np.float32 for tensor in half["weights"].values())
+    with FSDPStrategy(device="cpu", reduce_dtype="bf16", sharding_strategy="SHARD_GRAD_OP", buffer_dtype="bf16") as one:
+        one.wrap_model(Ragged().build_model())
+        keys = ("distributed.fsdp.sharding_strategy", "distributed.fsdp.reduce_dtype")
+        assert one.idle == dict.fromkeys(keys, "nothing is sharded on one process")
     assert not torch.distributed.is_initialized()
 
 

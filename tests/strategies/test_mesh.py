@@ -86,9 +86,11 @@ def test_stages_with_nothing_to_train(pool2: Pool, frozen: int) -> None:
 
 
 def clip() -> tuple[float, float]:
-    with pipeline() as strategy:
+    with pipeline(reduce_dtype="bf16", forward_prefetch=True) as strategy:
         recipe = Staged()
         model, optimizer, loader = prepared(strategy, recipe)
+        keys = ("distributed.fsdp.reduce_dtype", "distributed.fsdp.forward_prefetch")
+        assert strategy.idle == dict.fromkeys(keys, "nothing is sharded on pp 2")
         strategy.forward_backward(model, next(loader), recipe, 0)
         clipped = strategy.clip_grad_norm(model, 0.1).item()
         return clipped, strategy.step(optimizer, None).grad_norm.item()

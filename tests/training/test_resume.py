@@ -216,6 +216,9 @@ def test_resume_from_a_path(toy: ToyRun) -> None:
     outcome = toy.train(f"checkpoint.resume={start}", f"experiment.output_dir={other}")
     assert outcome.step == 10
     assert min(toy.metrics(output=other)) == 5
+    report = (other / "report.txt").read_text()
+    assert re.search(rf"^weights +from {re.escape(str(start))}  \(command line\)$", report, re.MULTILINE), report
+    assert "drawn by name" not in report
     assert tensors(other, 10) == tensors(toy.output, 10)
     # Inside its own folder a path goes back, and what came after is set aside, not deleted, however often.
     abandoned = toy.output / "checkpoints" / "abandoned"
@@ -277,7 +280,7 @@ def test_another_run_in_the_same_folder_is_refused(toy: ToyRun, overrides: list[
         ("out/checkpoints", [], "checkpoint.resume = auto: {}/out/checkpoints cannot be read: Permission denied"),
         ("out/checkpoints", ["experiment.output_dir=new", "checkpoint.resume=out"], "out/checkpoints cannot be read"),
         ("out/checkpoints/step_00000010", ["checkpoint.keep_last=1"], "cannot be used (.*Permission denied"),
-        ("out/checkpoints", ["launch.procs_per_node=2"], "Permission denied: '{}/out/checkpoints'"),
+        ("out/checkpoints", ["launch.procs_per_node=2"], "resume = auto: {}/out/checkpoints cannot be read"),
     ],
 )
 def test_what_may_not_be_read_is_one_line(toy: ToyRun, locked: str, keys: list[str], words: str) -> None:
@@ -302,6 +305,22 @@ def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
     toy.train()
     allowed = "checkpoint.allow_changed=[dataset.size, training.global_batch_size]"
     assert toy.train("training.max_steps=12", "dataset.size=99", "training.batch_size=5", allowed).step == 12
+
+
+def test_another_schedule_than_the_checkpoints_is_said(toy: ToyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    def warnings(*keys: str) -> list[str]:
+        capfd.readouterr()
+        toy.train(*keys)
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning")]
+
+    assert warnings("training.max_steps=4") == []
+    at_two = f"checkpoint.resume={toy.output}/checkpoints/step_00000002"
+    assert warnings("training.max_steps=4", at_two) == []
+    assert warnings("training.max_steps=6", "training.warmup_steps=1") == [
+        f"warning: going on from {toy.output}/checkpoints/step_00000004, training.max_steps is 6 and was 4, "
+        "training.warmup_steps is 1 and was null: the learning rate was 0.001 at step 4 and is 0.00232 at step 5, "
+        "where it would have been 0.001"
+    ]
 
 
 def test_rotation_keeps_the_last_k(toy: ToyRun) -> None:

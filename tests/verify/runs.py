@@ -27,9 +27,15 @@ def on(pool: Pool, tracer: Tracer = trace) -> Any:
     return run_layout
 
 
-def ragged(recipe: str = "Ragged", distributed: dict[str, Any] | None = None, **training: Any) -> Run:
+def ragged(
+    recipe: str = "Ragged",
+    distributed: dict[str, Any] | None = None,
+    launch: dict[str, Any] | None = None,
+    **training: Any,
+) -> Run:
     keys = {"max_steps": 3, "device": "cpu", "learning_rate": 1e-3, **training}
-    return check_run({"recipe": f"verify.planted:{recipe}", "training": keys, "distributed": distributed or {}})
+    sections = {"training": keys, "distributed": distributed or {}, "launch": launch or {}}
+    return check_run({"recipe": f"verify.planted:{recipe}", **sections})
 
 
 def bdh(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: Any) -> Run:

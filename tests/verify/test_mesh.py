@@ -11,6 +11,7 @@ from pool import Pool
 from torch import Tensor
 
 from shoal.config import Run
+from shoal.config.mesh import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.trace import Trace, trace
@@ -142,7 +143,7 @@ def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str,
     [
         (llama, {"tp": 4}, "tp = 4 does not divide model.config.num_key_value_heads = 2"),
         (llama, {"cp": 4}, "tp × cp = 4 does not divide model.config.num_key_value_heads = 2"),
-        (llama, {"pp": 8}, "pp = 8 is more than model.config.num_hidden_layers = 4"),
+        (llama, {"pp": 8}, "schedule = 1f1b on distributed.mesh.pp = 8 has 8 stages and needs 8 blocks, .* has 4"),
         (bdh, {"tp": 3}, "tp = 3 does not divide model.n_head = 4"),
         (bdh, {"pp": 2}, "share their weights"),
         (bdh, {"cp": 2}, "not for BDH"),
@@ -153,3 +154,16 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(UserError, match=words):
         model(tmp_path, distributed={"strategy": "3d", "mesh": mesh}, global_batch_size=8)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_two_stages_per_rank_need_twice_the_blocks(tmp_path: Path, schedule: str) -> None:
+    layout = {"strategy": "3d", "pipeline": {"schedule": schedule}}
+    words = f"distributed.pipeline.schedule = {schedule} on .*pp = 4 has 8 stages and needs 8 blocks, .* has 4; .* 1f1b"
+    with pytest.raises(UserError, match=words):
+        llama(tmp_path, distributed={**layout, "mesh": {"pp": 4}})
+    run = llama(tmp_path, distributed={**layout, "mesh": {"pp": -1, "dp_shard": 1}})
+    recipe = run.recipe_type(run.recipe_config)
+    check_layout(run.config, recipe, 2)
+    with pytest.raises(UserError, match=words):
+        check_layout(run.config, recipe, 4)

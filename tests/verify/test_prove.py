@@ -6,15 +6,19 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import ToyRun
 from pool import Pool
 
+from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.compare import Promise
 from shoal.verify.layouts import LAYOUTS, layout_case, layout_run
+from shoal.verify.own import OWN, own_layout
 from verify.planted import trace_with
 from verify.runs import bdh, failed, on, ragged
 
@@ -85,12 +89,67 @@ def test_a_layout_joins_by_a_row() -> None:
         assert layout.about
 
 
+ZERO_JSON = '{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}'
+
+
+@pytest.mark.parametrize(
+    ("distributed", "procs", "name", "words"),
+    [
+        ({}, 2, "ddp", "ddp"),
+        ({"strategy": "single"}, 2, "single", "single"),
+        ({"strategy": "fsdp"}, 2, "fsdp", "fsdp FULL_SHARD"),
+        ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "NO_SHARD"}}, 2, "fsdp_no_shard", "fsdp NO_SHARD"),
+        ({"strategy": "3d", "mesh": {"tp": 2}}, 2, "tp", "3d, tp 2"),
+        ({"strategy": "3d", "mesh": {"tp": 2}}, 4, "tp_fsdp", "3d, dp_shard 2 × tp 2"),
+        ({"strategy": "3d", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 2, "pp_zbv", "3d, pp 2, zbv"),
+        ({"strategy": "3d", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 4, OWN, "3d, pp 2 × dp_shard 2, zbv"),
+        ({"strategy": "3d", "mesh": {"cp": 2, "tp": -1, "dp_shard": 1}}, 8, OWN, "3d, cp 2 × tp 4"),
+        ({"strategy": "deepspeed", "offload": "optimizer"}, 2, OWN, "deepspeed ZeRO-2"),
+        ({"strategy": "deepspeed", "zero_stage": 3}, 2, "zero_3", "deepspeed ZeRO-3"),
+        ({"strategy": "deepspeed", "deepspeed": {"config_file": "zero.json"}}, 2, OWN, "deepspeed ZeRO-3"),
+        (
+            {"strategy": "fsdp", "fsdp": {"sharding_strategy": "HYBRID_SHARD"}, "mesh": {"dp_replicate": 4}},
+            8,
+            OWN,
+            "fsdp HYBRID_SHARD, dp_replicate 4 × dp_shard 2",
+        ),
+    ],
+)
+def test_the_layout_that_a_config_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distributed: dict[str, Any], procs: int, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero.json").write_text(ZERO_JSON)
+    run = ragged(distributed=distributed, launch={"procs_per_node": procs}, global_batch_size=16)
+    layout = own_layout(run, procs)
+    assert (layout.name, layout.about) == (name, words)
+    promised = layout_case(layout_run(run, layout, procs), layout, procs, {"weight": (8, 4)}, {"weight"})
+    assert promised.zero.stage3_param_persistence_threshold == (7 if "config_file" in str(distributed) else 100_000)
+    assert isinstance(layout.promise(promised), Promise)
+
+
+def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None:
+    sharding = "distributed.fsdp.sharding_strategy=SHARD_GRAD_OP"
+    mesh = ["recipe=toy_recipe:Divisible", "distributed.strategy=3d", "distributed.mesh={tp: 2, dp_shard: 2}", sharding]
+    run = load_run(toy.config, [*mesh, "model.hidden=64", "launch.procs_per_node=4"])
+    (verdict,) = prove(run, 4, [OWN], runner=on(pool4))
+    assert failed(verdict) == {}
+    assert (verdict.layout, verdict.own) == (OWN, "3d, dp_shard 2 × tp 2, SHARD_GRAD_OP")
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="nothing else"):
+        prove(run, 2, runner=Mock(side_effect=RuntimeError("nothing else")), warn=said.append)
+    (line,) = said
+    assert line.startswith("this config's own layout is not among those that are proved: distributed.mesh: ")
+    assert line.endswith(" = 4, but there are 2 processes; try --procs 4")
+
+
 def test_the_command(toy: ToyRun) -> None:
-    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--json", "--steps", "2")
+    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--json", "--steps", "2", "launch.procs_per_node=2")
     assert result.returncode == 0, result.stderr
     (verdict,) = json.loads(result.stdout)
     assert verdict["layout"] == "ddp"
     assert verdict["passed"]
+    assert verdict["own"]
     wrong = toy.shoal("verify", "run.yaml", "--strategies", "fsdq")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "fsdq" in wrong.stderr
@@ -100,7 +159,8 @@ def test_the_command(toy: ToyRun) -> None:
 
 def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
-    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--steps", "2")
+    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
     assert result.returncode == 1
     assert "FAILED" in result.stdout
     assert "mix samples" in result.stdout
+    assert "ddp on 2 against one device: NOT the same (this config's own layout: ddp)" in result.stdout
