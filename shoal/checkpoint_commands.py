@@ -144,17 +144,25 @@ def export(
 
 @app.command("import")
 def import_(
-    trust: Annotated[
-        Path, typer.Option("--trust", metavar="FOLDER", help="A folder that DeepSpeed saved. Opening it may run code.")
-    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The step folder to write.")],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    trust: Annotated[
+        Path | None,
+        typer.Option("--trust", metavar="FOLDER", help="A folder that DeepSpeed saved. Opening it may run code."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Make a checkpoint of DeepSpeed's, ZeRO 1 to 3, into one of shoal's. Its files are pickles, so name a folder you
     trust."""
     from shoal.checkpoint.deepspeed import import_deepspeed
+    from shoal.errors import UserError
 
+    if trust is None or more:
+        raise UserError(
+            "DeepSpeed's files are pickles, and opening one may run what is in it; name the folder as trusted: shoal "
+            "checkpoint import --trust FOLDER OUT"
+        )
     done = import_deepspeed(trust, out)
     if as_json:
         _print_json({**asdict(done), "path": str(done.path)})

@@ -119,3 +119,7 @@ class ParallelPlan:
             return cls()
         name, blocks = max(alike, key=lambda item: len(item[1]))
         return cls(blocks=tuple(f"{name}.{i}" if name else str(i) for i in range(len(blocks))))
+
+
+NO_PLAN = ParallelPlan()
+"""Of a model that is taken as one."""

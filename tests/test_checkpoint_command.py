@@ -103,6 +103,8 @@ def test_ls_lists_and_says_what_is_damaged(tmp_path: Path, shoal: Command) -> No
         assert "eval/loss 1.25" in two
         assert three.split()[-1] == "damaged"
         assert "step_00000003" in why
+    (alone,) = shoal("ls", tmp_path / "checkpoints" / "step_00000002", "--json").json
+    assert alone == rows[1]
 
 
 def test_show_tells_what_is_inside(tmp_path: Path, shoal: Command) -> None:

@@ -134,10 +134,10 @@ def open_step(path: Path) -> Checkpoint:
 
 
 def list_checkpoints(run: Path) -> list[Listed]:
-    """The checkpoints of a run, oldest first, with those that are damaged."""
+    """The checkpoints of a run, oldest first, with those that are damaged; or a checkpoint that is by itself."""
     if not run.is_dir():
         raise UserError(f"{run} is a file; give a run folder" if run.exists() else f"there is no folder {run}")
-    steps = _steps(run)
+    steps = [run] if (run / MANIFEST).exists() else _steps(run)
     if not steps:
         raise UserError(f"{run} holds no checkpoints; give a run folder, which has checkpoints/step_…")
     return [_listed(folder) for folder in steps]

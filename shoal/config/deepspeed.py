@@ -1,6 +1,6 @@
 """DeepSpeed's own JSON, as people have it: what of it is ours, what has to agree with the run, what has no effect.
 
-"auto"             is filled from the run
+"auto", null       says nothing; what there is to say comes from the run
 batch, clipping,   have to say what the run says; a contradiction is refused with both values
 types, optimizer,
 schedule
@@ -11,117 +11,42 @@ the rest           is about things that shoal does itself, and is reported as id
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import SGD, AdamW, AioConfig, Decay, DeepSpeedConfig, TrainingConfig
+from shoal.config.deepspeed_keys import (
+    HALF,
+    HALF_BLOCKS,
+    OFFLOAD,
+    OLD_OFFLOAD,
+    OPTIMIZER_PARAMS,
+    OPTIMIZERS,
+    SCHEDULE_DEFAULTS,
+    SCHEDULES,
+    TOP,
+    ZERO,
+    Only,
+    Rules,
+    Take,
+)
+from shoal.config.schema import Decay, DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
 
 AUTO = "auto"
-ELSEWHERE = {
-    "steps_per_print": "logging.every says how often the log is written",
-    "wall_clock_breakdown": "logging.profile records where time goes",
-    "memory_breakdown": "logging.profile records where memory goes",
-    "dump_state": "the report at step 1 says what is in force",
-    "flops_profiler": "the log has FLOPs and MFU",
-    "comms_logger": "shoal verify counts what is exchanged",
-    "tensorboard": "logging.tensorboard is for that",
-    "wandb": "logging.wandb is for that",
-    "csv_monitor": "logging.jsonl is for that",
-    "comet": "logging has other services",
-    "checkpoint": "checkpoints are shoal's own, and open in any layout",
-    "autotuning": "nothing is tuned",
-    "zero_allow_untested_optimizer": "shoal's optimizers are tested",
-    "zero_force_ds_cpu_optimizer": "torch's optimizers step on the CPU, too",
-    "disable_allgather": "DeepSpeed does not know it any more",
-    "dataloader_drop_last": "no sample is dropped",
-    "seed": "experiment.seed is for that",
-    "log_level": "what matters is in the report",
-    "timers": "logging.profile records where time goes",
-    "data_types": "gradients add up, and buffers stay, in fp32",
-}
-"""Top-level keys that change nothing, and who does what they are for."""
-
-ZERO_ELSEWHERE = {
-    "stage3_gather_16bit_weights_on_model_save": "checkpoints are neutral; `shoal checkpoint export` writes 16 bits",
-    "stage3_gather_fp16_weights_on_model_save": "checkpoints are neutral; `shoal checkpoint export` writes 16 bits",
-    "load_from_fp32_weights": "weights are always loaded in fp32",
-    "elastic_checkpoint": "checkpoints open on any number of ranks",
-    "allgather_partitions": "weights are always gathered so",
-    "reduce_scatter": "gradients are always summed so",
-    "ignore_unused_parameters": "a parameter without a gradient is refused",
-    "round_robin_gradients": "it would only change who sums what",
-    "cpu_offload_use_pin_memory": "memory is pinned where there is a GPU",
-    "memory_efficient_linear": "it always is under stage 3",
-    "pipeline_loading_checkpoint": "checkpoints are shoal's own",
-    "override_module_apply": "weights are drawn by name",
-    "log_trace_cache_warnings": "what matters is in the report",
-    "enable_sanity_checks": "shoal verify is for that",
-    "legacy_stage1": "DeepSpeed does not know it any more",
-    "stage3_model_persistence_threshold": "stage3_param_persistence_threshold alone decides",
-    "stage3_module_granularity_threshold": "modules are gathered one by one",
-    "stage3_use_all_reduce_for_fetch_params": "weights are always gathered so",
-    "stage3_allgather_sequential": "weights are always gathered so",
-}
-OFFLOAD_ELSEWHERE = {
-    "pin_memory": "memory is pinned where there is a GPU",
-    "buffer_count": "shoal makes as many buffers as the model needs",
-    "buffer_size": "shoal makes buffers as large as the model needs",
-    "max_in_cpu": "all that is offloaded to a disk is there",
-    "nvme_path": "nothing of it is kept on NVMe",
-    "pipeline": "reads and writes do not overlap with steps",
-    "pipeline_read": "reads and writes do not overlap with steps",
-    "pipeline_write": "reads and writes do not overlap with steps",
-    "fast_init": "weights are drawn, or read, before they are offloaded",
-    "cpuadam_cores_perc": "torch's own optimizer steps",
-}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prescale_gradients": (False, None),
-    "gradient_predivide_factor": (1, None),
-    "communication_data_type": ("fp32", None),
-    "gradient_allreduce_op": ("mean", None),
-    "sparse_gradients": (False, None),
-    "amp": (False, None),
-    "zero_hpz_partition_size": (1, None),
-    "zero_quantized_weights": (False, None),
-    "zero_quantized_nontrainable_weights": (False, None),
-    "zero_quantized_gradients": (False, None),
-    "zenflow": (None,),
-    "elasticity": (False, None),
-    "curriculum_learning": (False, None),
-    "data_efficiency": (False, None),
-    "compression_training": (None,),
-    "sparse_attention": (None,),
-    "progressive_layer_drop": (False, None),
-    "eigenvalue": (False, None),
-    "hybrid_engine": (False, None),
-    "tensor_parallel": (None,),
-    "expert_parallel": (None,),
-    "pipeline": (None,),
-    "compile": (None,),
-    "weight_quantization": (None,),
-    "torch_autocast": (False, None),
-    "disable_python_gc": (False, None),
-    "managed_gradient_accumulation": (True, None),
-}
-"""What would change the training in ways that shoal has no words for: these values alone are let pass."""
-
 ONLY_STAGE_3 = {
     *(name for name in DeepSpeedConfig.model_fields if name.startswith("stage3_")),
     "sub_group_size",
 }
 ONLY_BELOW_3 = {"allgather_bucket_size"}
-
-OPTIMIZERS = {"adamw": AdamW, "adam": AdamW, "sgd": SGD}
-"""DeepSpeed's names for ours. Its Adam decays weights as AdamW does, unless told otherwise."""
-SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-HALF = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
 @dataclass
@@ -141,287 +66,278 @@ def idle_keys(stage: int) -> dict[str, str]:
     return dict.fromkeys(ONLY_STAGE_3, f"it is for ZeRO stage 3, and the stage is {stage}")
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    where = f"distributed.deepspeed.config_file = {os.fspath(path)!r}"
     try:
-        told = json.loads(Path(path).expanduser().read_text())
+        text = Path(path).expanduser().read_text()
+        told = _parse(text)
     except OSError as error:
-        raise UserError(f"distributed.deepspeed.config_file = {path!r} cannot be read: {error.strerror}") from None
+        raise UserError(f"{where} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"distributed.deepspeed.config_file = {path!r} is no valid JSON: {error}") from None
+        raise UserError(f"{where} is no valid JSON: {error}") from None
     if not isinstance(told, dict):
-        raise UserError(f"distributed.deepspeed.config_file = {path!r} holds a {type(told).__name__}, not an object")
+        raise UserError(f"{where} holds a {type(told).__name__}, not an object")
     return told
 
 
-def fit_json(told: dict[str, Any], training: TrainingConfig | None, processes: int, where: str) -> Fitted:
-    """Compares a JSON with the run, and takes ZeRO's options from it. Without a run, only `auto` agrees with it."""
-    return _Fit(training, processes, where)(told)
+def _parse(text: str) -> Any:
+    """JSON; and with comments and trailing commas where hjson is, which DeepSpeed brings and reads with."""
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except ValueError as error:
+        with suppress(ImportError, ValueError):
+            import hjson
+
+            if isinstance(told := hjson.loads(text, object_pairs_hook=_once_each), dict):
+                return told
+        raise error
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in told:
+            raise ValueError(f"{key} is given twice, as {json.dumps(told[key])} and as {json.dumps(value)}")
+        told[key] = value
+    return told
+
+
+def fit_file(path: str, training: TrainingConfig, processes: int) -> Fitted:
+    """As the strategy will do it, for those who want to know before."""
+    return fit_json(read_json(path), training, processes, f"distributed.deepspeed.config_file {path}")
+
+
+def fit_json(
+    told: dict[str, Any], training: TrainingConfig | None, processes: int, where: str, mixed_precision: str = "fp32"
+) -> Fitted:
+    """Compares a JSON with the run, and takes ZeRO's options from it.
+
+    Without a run there is a loop of one's own, which has the optimizer and the batches, and `mixed_precision` alone to
+    compare with.
+    """
+    return _Fit(training, processes, where, mixed_precision)(told)
 
 
 class _Fit:
-    def __init__(self, training: TrainingConfig | None, processes: int, where: str):
+    def __init__(self, training: TrainingConfig | None, processes: int, where: str, mixed_precision: str):
         self.training, self.processes, self.where = training, processes, where
+        self.precision = training.mixed_precision if training else mixed_precision
+        self.precision_key = "training.mixed_precision" if training else "mixed_precision"
         self.fitted = Fitted()
-        self.sections: dict[str, Callable[[Any], None]] = {
-            "zero_optimization": self._zero,
-            "optimizer": self._optimizer,
-            "scheduler": self._scheduler,
-            "fp16": self._half,
-            "bf16": self._half,
-            "bfloat16": self._half,
-            "activation_checkpointing": self._recomputation,
-            "aio": self._aio,
-        }
+        self.taken: dict[tuple[str, ...], str] = {}
+        """From keys of `distributed.deepspeed` to those of the JSON."""
 
     def __call__(self, told: dict[str, Any]) -> Fitted:
-        agreed = {*dict(self._agreed())}
-        for key, value in told.items():
-            if value == AUTO or key in agreed:
-                continue
-            if key in self.sections:
-                section = value if isinstance(value, dict) else self._refuse(key, value, "should be an object")
-                self._half(section, key) if key in HALF else self.sections[key](section)
-            elif key in NEUTRAL:
-                self._neutral(key, value)
-            elif key in ELSEWHERE:
-                self.fitted.idle[key] = ELSEWHERE[key]
-            else:
-                known = [*agreed, *self.sections, *NEUTRAL, *ELSEWHERE]
-                self._unknown(key, known)
-        for key, (value, how) in self._agreed():
-            self._same(key, told.get(key, AUTO), value, how)
         if "zero_optimization" not in told:
             raise UserError(f"{self.where} has no zero_optimization; without ZeRO use distributed.strategy: ddp")
+        self._object("zero_optimization", told["zero_optimization"])
+        run = self.training
+        rules: Rules = {
+            **TOP,
+            **_batches(run, self.processes),
+            "zero_optimization": self._zero,
+            "optimizer": partial(self._optimizer, run) if run else self._leave_to_own_loop,
+            "scheduler": partial(self._scheduler, run) if run else self._leave_to_own_loop,
+            **{key: partial(self._half, half) for key, half in HALF_BLOCKS.items()},
+        }
+        self._read("", told, rules)
+        try:
+            DeepSpeedConfig(**self.fitted.options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = tuple(map(str, first["loc"]))
+            self._refuse(self.taken.get(place, ".".join(place)), first["input"], first["msg"].lower())
         return self.fitted
 
-    def _agreed(self) -> Iterator[tuple[str, tuple[Any, str]]]:
-        """Top-level numbers: what the run says, and how it comes to that."""
-        batch: Any = None
-        times: Any = None
-        micro = clip = None
-        sums = ""
-        if self.training is not None:
-            phases = derive_batches(self.training, self.processes)
-            (first, *_) = phases
-            micro, times, batch = first.batch_size, accumulation(first, self.processes), first.global_batch_size
-            sums = f"batch_size {micro} × gradient_accumulation {times} × {self.processes} processes"
-            sums += f" = {micro * times * self.processes}" + (
-                "" if micro * times * self.processes == batch else f", cut to {batch}"
-            )
-            clip = self.training.max_grad_norm or 0.0
-            if len(phases) > 1:
-                times = batch = f"a schedule, {self.training.gradient_accumulation}"
-        yield "train_batch_size", (batch, f"the run has {sums}")
-        yield "train_micro_batch_size_per_gpu", (micro, f"the run has {sums}")
-        yield "gradient_accumulation_steps", (times, f"the run has {sums}")
-        yield "gradient_clipping", (clip, f"training.max_grad_norm is {clip or None}")
-
-    def _same(self, key: str, told: Any, value: Any, how: str) -> None:
-        """A value has to be the run's; numbers by their size."""
-        if told == AUTO or told is None:
-            return
-        if self.training is None:
-            self._refuse(key, told, "is for a run of the trainer; in a loop of your own leave it out, or say auto")
-        number = isinstance(told, int | float) and isinstance(value, int | float)
-        if abs(told - value) > 1e-9 * abs(value) if number else told != value:
-            self._refuse(key, told, f"contradicts the run: {how}; say auto, or make them agree")
-
-    def _neutral(self, key: str, value: Any) -> None:
-        if isinstance(value, dict):
-            value = value.get("enabled", None if not value else True)
-        if value != AUTO and value not in NEUTRAL[key]:
-            self._refuse(key, value, "would change the training, and shoal has no such thing; leave it out")
-
-    def _half(self, section: dict[str, Any], key: str = "") -> None:
-        enabled = section.get("enabled", AUTO if section else False)
-        precision = self.training.mixed_precision if self.training else None
-        if enabled not in (True, False, AUTO):
-            self._refuse(f"{key}.enabled", enabled, "should be true, false or auto")
-        if enabled is True and precision != HALF[key] and self.training is not None:
-            self._refuse(
-                f"{key}.enabled",
-                True,
-                f"contradicts the run: training.mixed_precision is {precision}; set that to {HALF[key]}",
-            )
-        if enabled is False and precision == HALF[key]:
-            self._refuse(
-                f"{key}.enabled",
-                False,
-                f"contradicts the run: training.mixed_precision is {precision}; set that to fp32",
-            )
-        for inner in section.keys() - {"enabled"}:
-            scale = "the loss is scaled by shoal, from 2**16, halved by an overflow and doubled after 2000 good steps"
-            self.fitted.idle[f"{key}.{inner}"] = scale if key == "fp16" else "weights stay fp32 and products are bf16"
-
-    def _optimizer(self, section: dict[str, Any]) -> None:
-        for key in section.keys() - {"type", "params", "legacy_fusion"}:
-            self._unknown(f"optimizer.{key}", ["optimizer.type", "optimizer.params"])
-        kind, params = section.get("type", AUTO), section.get("params", {})
-        chosen = self.training.optimizer if self.training else None
-        if kind != AUTO:
-            ours: Any = OPTIMIZERS.get(str(kind).lower())
-            if ours is None:
-                self._refuse("optimizer.type", kind, "is not one that shoal has; use AdamW or SGD, or leave it out")
-            if chosen is None or not isinstance(chosen, ours):
-                name = chosen.name if chosen else "your own"
-                self._refuse("optimizer.type", kind, f"contradicts the run: training.optimizer is {name}")
-        for key, value in (params if isinstance(params, dict) else {}).items():
-            if value == AUTO:
+    def _read(self, prefix: str, told: Any, rules: Rules) -> None:
+        """Treats every key of an object by its rule."""
+        for key, value in told.items():
+            name, rule = f"{prefix}{key}", rules.get(key)
+            if rule is None:
+                self._unknown(prefix, key, rules)
+            elif value is None or value == AUTO:
                 continue
-            known = {"lr": "training.learning_rate", "weight_decay": "training.weight_decay"}
-            own = {"betas": "betas", "eps": "eps", "momentum": "momentum", "nesterov": "nesterov"}
-            if key in known and self.training is not None:
-                ours = getattr(self.training, known[key].partition(".")[2])
-                self._same(f"optimizer.params.{key}", value, ours, f"{known[key]} is {ours}")
-            elif key in own and chosen is not None and hasattr(chosen, own[key]):
-                ours = getattr(chosen, own[key])
-                self._same(f"optimizer.params.{key}", value, ours, f"training.optimizer.{key} is {ours}")
-            elif key == "adam_w_mode" and value is False:
-                self._refuse("optimizer.params.adam_w_mode", value, "is Adam with decay in the gradient, not AdamW")
-            elif key in ("torch_adam", "adam_w_mode", "bias_correction", "fused", "freeze_step", "cuda_aware"):
-                self.fitted.idle[f"optimizer.params.{key}"] = "the optimizer is torch's, fused"
+            elif isinstance(rule, str):
+                self.fitted.idle[name] = rule
+            elif isinstance(rule, Only):
+                self._only(name, value, rule)
+            elif isinstance(rule, Take):
+                self._take(name, value, rule.place)
+            elif callable(rule):
+                rule(name, value)
             else:
-                self._unknown(f"optimizer.params.{key}", [f"optimizer.params.{k}" for k in (*known, *own)])
+                self._read(f"{name}.", self._object(name, value), rule)
 
-    def _scheduler(self, section: dict[str, Any]) -> None:
-        for key in section.keys() - {"type", "params"}:
-            self._unknown(f"scheduler.{key}", ["scheduler.type", "scheduler.params"])
-        kind, params = section.get("type", AUTO), section.get("params", {})
-        training = self.training
-        chosen = training.lr_scheduler if training else None
-        if kind != AUTO:
-            ours = SCHEDULES.get(str(kind).lower())
-            if ours is None:
-                self._refuse(
-                    "scheduler.type",
-                    kind,
-                    f"is not one that shoal has; it knows {', '.join(['WarmupLR', 'WarmupDecayLR', 'WarmupCosineLR'])}",
-                )
-            if chosen is None or chosen.name.replace("constant_with_warmup", "constant") != str(ours).replace(
-                "constant_with_warmup", "constant"
-            ):
-                name = chosen.name if chosen else "your own"
-                self._refuse(
-                    "scheduler.type", kind, f"is {ours}, which contradicts the run: training.lr_scheduler is {name}"
-                )
-        if training is None:
-            return
-        warmup = training.warmup_steps
-        if warmup is None and training.max_steps is not None:
-            warmup = round((training.warmup_ratio or 0.0) * training.max_steps)
-        floor = chosen.min_ratio if isinstance(chosen, Decay) else 0.0
-        says: dict[str, tuple[Any, str]] = {
-            "warmup_max_lr": (training.learning_rate, f"training.learning_rate is {training.learning_rate:g}"),
-            "warmup_num_steps": (warmup, f"the run warms up for {warmup} steps"),
-            "total_num_steps": (training.max_steps, f"training.max_steps is {training.max_steps}"),
-            "warmup_type": ("linear", "warmup is linear"),
-            "warmup_min_lr": (0, "warmup begins at 0"),
-            "warmup_min_ratio": (0, "warmup begins at 0"),
-            "cos_min_ratio": (floor, f"training.lr_scheduler.min_ratio is {floor}"),
-        }
-        for key, value in (params if isinstance(params, dict) else {}).items():
-            if key not in says:
-                self._unknown(f"scheduler.params.{key}", [f"scheduler.params.{known}" for known in says])
-            self._same(f"scheduler.params.{key}", value, *says[key])
+    def _only(self, name: str, value: Any, rule: Only) -> None:
+        switch = next((key for key in rule.switches if isinstance(value, dict) and key in value), None)
+        if switch is not None:
+            self._read(f"{name}.", {switch: value[switch]}, {switch: replace(rule, switches=())})
+        elif not (rule.switches and value == {}) and not any(_equal(value, allowed) for allowed in rule.values):
+            self._refuse(name, value, rule.why)
 
-    def _recomputation(self, section: dict[str, Any]) -> None:
-        for key, value in section.items():
-            if key == "cpu_checkpointing":
-                if value is True:
-                    self.fitted.options["cpu_checkpointing"] = True
-            elif key == "partition_activations" and value is True:
-                self._refuse(f"activation_checkpointing.{key}", value, "needs model parallelism, which ZeRO is not")
-            elif key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints", "profile",
-                         "synchronize_checkpoint_boundary"):  # fmt: skip
-                self.fitted.idle[f"activation_checkpointing.{key}"] = "training.activation_checkpointing is for that"
-            else:
-                self._unknown(f"activation_checkpointing.{key}", ["activation_checkpointing.cpu_checkpointing"])
+    def _take(self, name: str, value: Any, place: tuple[str, ...]) -> None:
+        *outer, key = place
+        section = self.fitted.options
+        for step in outer:
+            section = section.setdefault(step, {})
+        section[key] = int(value) if isinstance(value, float) and value.is_integer() else value  # people write 5e8
+        self.taken[place] = name
 
-    def _zero(self, section: dict[str, Any]) -> None:
-        options = self.fitted.options
+    def _zero(self, name: str, section: Any) -> None:
         stage = section.get("stage", 0)
-        if stage == AUTO or stage not in (1, 2, 3):
+        if isinstance(stage, bool) or stage not in (1, 2, 3):
             advice = "use distributed.strategy: ddp" if stage == 0 else "use 1, 2 or 3"
-            self._refuse("zero_optimization.stage", stage, f"is no stage that splits anything; {advice}")
-        options["zero_stage"] = stage
-        idle = idle_keys(stage)
-        fields = DeepSpeedConfig.model_fields
-        for key, value in section.items():
-            name = f"zero_optimization.{key}"
-            if key == "stage":
-                continue
-            if key in ("offload_optimizer", "offload_param"):
-                self._offload(key, value, stage)
-            elif key in ("cpu_offload", "cpu_offload_params", "cpu_offload_param"):
-                if value is True:
-                    long = "offload_optimizer" if key == "cpu_offload" else "offload_param"
-                    self._offload(long, {"device": "cpu"}, stage)
-            elif key in idle:
-                self.fitted.idle[name] = idle[key]
-            elif key in ZERO_ELSEWHERE:
-                self.fitted.idle[name] = ZERO_ELSEWHERE[key]
-            elif key in NEUTRAL:
-                self._neutral(key, value)
-            elif key in fields and key not in ("zero_stage", "offload_parameters", "config_file", "cpu_checkpointing"):
-                if value != AUTO:
-                    whole = isinstance(value, float) and value.is_integer()
-                    options[key] = int(value) if whole else value  # people write 5e8
-            else:
-                known = [*fields, *ZERO_ELSEWHERE, "offload_param", "stage"]
-                self._unknown(name, [f"zero_optimization.{k}" for k in known])
-        try:
-            DeepSpeedConfig(**options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            self._refuse(f"zero_optimization.{first['loc'][0]}", first["input"], first["msg"].lower())
+            self._refuse(f"{name}.stage", stage, f"is no stage that splits anything; {advice}")
+        stage = int(stage)
+        offload = {key: partial(self._offload, stage) for key in ("offload_optimizer", "offload_param")}
+        old = {key: partial(self._old_offload, stage) for key in OLD_OFFLOAD}
+        self._read(f"{name}.", section, {**ZERO, **idle_keys(stage), **offload, **old})
 
-    def _offload(self, key: str, section: Any, stage: int) -> None:
-        name = f"zero_optimization.{key}"
-        if not isinstance(section, dict):
-            self._refuse(name, section, "should be an object with a device")
-        device = section.get("device", "none")
-        if device in ("none", None, AUTO):
+    def _offload(self, stage: int, name: str, section: Any) -> None:
+        device, path = self._object(name, section).get("device"), section.get("nvme_path")
+        used = {"nvme_path"} if device == "nvme" else set()
+        self._read(f"{name}.", {key: value for key, value in section.items() if key not in used}, OFFLOAD)
+        if device in (None, AUTO, "none"):
             return
-        if device not in ("cpu", "nvme"):
-            self._refuse(f"{name}.device", device, "should be cpu, nvme or none")
-        if device == "nvme" and not isinstance(section.get("nvme_path"), str):
-            self._refuse(f"{name}.device", device, "needs nvme_path, a folder on a local disk")
-        if key == "offload_param" and stage < 3:
-            self._refuse(
-                f"{name}.device",
-                device,
-                f"is for stage 3: stage {stage} keeps all weights on every device; raise the stage",
-            )
+        weights = name.endswith("offload_param")
+        if weights and stage < 3:
+            why = f"is for stage 3: stage {stage} keeps all weights on every device; raise the stage"
+            self._refuse(f"{name}.device", device, why)
         if device == "nvme" and stage < 3:
             self._refuse(f"{name}.device", device, f"is for stage 3, and the stage is {stage}; use cpu")
-        for inner in section.keys() - ({"device", "nvme_path"} if device == "nvme" else {"device"}):
-            if inner == "ratio" and section[inner] != 1:
-                self._refuse(f"{name}.ratio", section[inner], "needs DeepSpeed's own optimizers; leave it out")
-            if inner not in (*OFFLOAD_ELSEWHERE, "ratio"):
-                self._unknown(f"{name}.{inner}", [f"{name}.{k}" for k in ("device", *OFFLOAD_ELSEWHERE)])
-            if inner in OFFLOAD_ELSEWHERE:
-                self.fitted.idle[f"{name}.{inner}"] = OFFLOAD_ELSEWHERE[inner]
-        place = str(Path(section["nvme_path"]).expanduser().absolute()) if device == "nvme" else "cpu"
-        self.fitted.options["offload_optimizer" if key == "offload_optimizer" else "offload_parameters"] = place
+        if device == "nvme" and (not isinstance(path, str) or path == AUTO):
+            self._refuse(f"{name}.device", device, "needs nvme_path, a folder on a local disk")
+        place = str(Path(path).expanduser().absolute()) if device == "nvme" else device
+        self._take(f"{name}.device", place, ("offload_parameters" if weights else "offload_optimizer",))
 
-    def _aio(self, section: dict[str, Any]) -> None:
-        known = AioConfig.model_fields
-        for key, value in section.items():
-            if key == "use_gds" and value is not False:
-                self._refuse("aio.use_gds", value, "needs GPUDirect Storage, which shoal does not use; leave it out")
-            elif key not in (*known, "use_gds", "thread_count"):
-                self._unknown(f"aio.{key}", [f"aio.{k}" for k in known])
-        told = {"intra_op_parallelism" if key == "thread_count" else key: value for key, value in section.items()}
-        try:
-            self.fitted.options["aio"] = AioConfig(**{key: told[key] for key in known if key in told})
-        except ValidationError as error:
-            first = error.errors()[0]
-            self._refuse(f"aio.{first['loc'][0]}", first["input"], first["msg"].lower())
+    def _old_offload(self, stage: int, name: str, value: Any) -> None:
+        prefix, _, key = name.rpartition(".")
+        if not isinstance(value, bool):
+            self._refuse(name, value, "should be true or false")
+        if value:
+            self._offload(stage, f"{prefix}.{OLD_OFFLOAD[key]}", {"device": "cpu"})
 
-    def _refuse(self, key: str, value: Any, why: str) -> Any:
-        raise UserError(f"{self.where}: {key} = {json.dumps(value, default=str)} {why}")
+    def _half(self, half: str, name: str, section: Any) -> None:
+        rules = HALF[half]
+        if half != self.precision:
+            why = f"it is for {half}, and {self.precision_key} is {self.precision}"
+            rules = {key: why if isinstance(rule, str) else rule for key, rule in rules.items()}
+        self._read(f"{name}.", self._object(name, section), rules)
+        enabled = section.get("enabled")
+        if isinstance(enabled, bool) and enabled != (half == self.precision):
+            whose, wanted = "run" if self.training else "strategy", half if enabled else "fp32"
+            why = f"contradicts the {whose}: {self.precision_key} is {self.precision}; set that to {wanted}"
+            self._refuse(f"{name}.enabled", enabled, why)
 
-    def _unknown(self, key: str, known: list[str]) -> None:
-        nearest = get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "; leave it out"
-        raise UserError(f"{self.where}: {key} is not a key of DeepSpeed's that shoal knows{hint}")
+    def _optimizer(self, training: TrainingConfig, name: str, section: Any) -> None:
+        chosen = training.optimizer
+        says: dict[str, tuple[str, Any]] = {
+            "lr": ("training.learning_rate", training.learning_rate),
+            "weight_decay": ("training.weight_decay", training.weight_decay),
+            **{key: (f"training.optimizer.{key}", value) for key, value in chosen if key != "name"},
+        }
+        rules: Rules = {
+            "type": partial(self._kind, OPTIMIZERS, chosen.name, "training.optimizer"),
+            "params": {
+                **{key: _as_in_run(f"{ours} is {value}", value) for key, (ours, value) in says.items()},
+                **OPTIMIZER_PARAMS,
+            },
+            "legacy_fusion": "the optimizer is torch's, fused",
+        }
+        self._read(f"{name}.", self._object(name, section), rules)
+
+    def _scheduler(self, training: TrainingConfig, name: str, section: Any) -> None:
+        chosen, says = training.lr_scheduler, _schedule(training)
+        ours = chosen.name.removesuffix("_with_warmup")
+        if isinstance(chosen, Decay) and ours == "linear":
+            ours = f"linear to {chosen.min_ratio:g}"
+        rules: Rules = {
+            "type": partial(self._kind, SCHEDULES, ours, "training.lr_scheduler"),
+            "params": {key: _as_in_run(*said) for key, said in says.items()},
+        }
+        self._read(f"{name}.", self._object(name, section), rules)
+        params = section.get("params") or {}
+        if section.get("type") in (None, AUTO) or params == AUTO:
+            return
+        for key, default in SCHEDULE_DEFAULTS.items():
+            if key in says and key not in params and default not in says[key][1:]:
+                self.fitted.idle[f"{name}.params.{key}"] = f"{says[key][0]}; DeepSpeed's own default is {default}"
+
+    def _kind(self, known: dict[str, str], ours: str, key: str, name: str, told: Any) -> None:
+        theirs = {kind.lower(): meant for kind, meant in known.items()}.get(str(told).lower())
+        if theirs is None:
+            self._refuse(name, told, f"is not one that shoal has; it knows {', '.join(known)}")
+        if theirs != ours:
+            self._refuse(name, told, f"is {theirs}, which contradicts the run: {key} is {ours}")
+
+    def _leave_to_own_loop(self, name: str, section: Any) -> None:
+        params = self._object(name, section).get("params")
+        why = "your own loop has that"
+        inner = dict.fromkeys(params if isinstance(params, dict) else (), why)
+        self._read(f"{name}.", section, {"type": why, "params": inner, "legacy_fusion": why})
+
+    def _object(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._refuse(name, value, "should be an object")
+        return value
+
+    def _refuse(self, name: str, value: Any, why: str) -> NoReturn:
+        raise UserError(f"{self.where}: {name} = {json.dumps(value, default=str)} {why}")
+
+    def _unknown(self, prefix: str, key: str, known: Iterable[str]) -> NoReturn:
+        nearest = get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {prefix}{nearest[0]}?" if nearest else "leave it out"
+        raise UserError(f"{self.where}: {prefix}{key} is not a key of DeepSpeed's that shoal knows; {hint}")
+
+
+def _equal(told: Any, value: Any) -> bool:
+    """Numbers by their size; true is no number."""
+    if isinstance(told, bool) or isinstance(value, bool):
+        return told is value
+    if isinstance(told, int | float) and isinstance(value, int | float):
+        return abs(told - value) <= 1e-9 * abs(value)
+    return bool(told == value)
+
+
+def _as_in_run(how: str, *values: Any) -> Only:
+    return Only(values, f"contradicts the run: {how}; say auto, or make them agree")
+
+
+def _batches(training: TrainingConfig | None, processes: int) -> dict[str, Only]:
+    keys = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+    if training is None:
+        why = "is for a run of the trainer; in a loop of your own leave it out, or say auto"
+        return dict.fromkeys(keys, Only((), why))
+    (first, *later) = derive_batches(training, processes)
+    micro, times, batch = first.batch_size, accumulation(first, processes), first.global_batch_size
+    product, clip = micro * times * processes, training.max_grad_norm or 0.0
+    sums = f"the run has batch_size {micro} × gradient_accumulation {times} × {processes} processes = {product}"
+    sums += "" if product == batch else f", cut to {batch}"
+    rules = {key: _as_in_run(sums, value) for key, value in zip(keys, (batch, times, micro), strict=False)}
+    if later:
+        rules |= dict.fromkeys(
+            keys[:2], _as_in_run(f"training.gradient_accumulation is a schedule, {training.gradient_accumulation}")
+        )
+    return {**rules, "gradient_clipping": _as_in_run(f"training.max_grad_norm is {clip or None}", clip)}
+
+
+def _schedule(training: TrainingConfig) -> dict[str, tuple[Any, ...]]:
+    """For the parameters of a schedule: how the run says it, and the values that agree."""
+    peak, total, ratio = training.learning_rate, training.max_steps, training.warmup_ratio or 0.0
+    epochs = f"it counts epochs, training.num_epochs is {training.num_epochs}"
+    warmup = training.warmup_steps
+    if warmup is None and (total is not None or not ratio):
+        warmup = round(ratio * (total or 0))
+    says: dict[str, tuple[Any, ...]] = {
+        "warmup_max_lr": (f"training.learning_rate is {peak:g}", peak),
+        "warmup_num_steps": (epochs,) if warmup is None else (f"the run warms up for {warmup} steps", warmup),
+        "total_num_steps": (epochs,) if total is None else (f"training.max_steps is {total}", total),
+        "warmup_type": ("warmup is linear", "linear", *(() if warmup != 0 else ("log",))),
+        "warmup_min_lr": ("warmup begins at 0", 0),
+        "warmup_min_ratio": ("warmup begins at 0", 0),
+        "last_batch_iteration": ("it goes on from checkpoints", -1),
+    }
+    if training.lr_scheduler.name == "cosine":
+        floor = training.lr_scheduler.min_ratio
+        says["cos_min_ratio"] = (f"training.lr_scheduler.min_ratio is {floor}", floor)
+    return says

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from shoal.config.batch import accumulation, derive_batches
+from shoal.config.deepspeed import fit_file
 from shoal.config.schema import Config, DistributedConfig
 from shoal.errors import UserError
 
@@ -77,12 +78,14 @@ def check_cut(recipe: Any, distributed: DistributedConfig, sizes: Mapping[str, i
 
 
 def check_layout(config: Config, recipe: Any, processes: int) -> int:
-    """Refuses a mesh that so many processes are not, that the model cannot be cut into, or that batches do not fill;
-    how many slices of a batch it has.
+    """Refuses a mesh that so many processes are not, that the model cannot be cut into, or that batches do not fill,
+    and a DeepSpeed JSON that says otherwise than the run; how many slices of a batch there are.
 
     Processes need not run yet.
     """
     distributed = config.distributed
+    if distributed.strategy == "deepspeed" and distributed.deepspeed.config_file is not None:
+        fit_file(distributed.deepspeed.config_file, config.training, processes)
     if distributed.strategy != "3d" or distributed.mesh is None:
         return processes
     sizes = fill_mesh(distributed.mesh.model_dump(), processes)

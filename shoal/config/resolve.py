@@ -264,6 +264,9 @@ def _explain(error: Any, data: Tree, sources: Sources) -> str:
     message = message[0].lower() + message[1:]
     if error["type"] == "missing":
         return f"{_name(dotted, sources)} is missing"
+    if error["type"] == "union_tag_invalid":
+        context = error["ctx"]
+        return f"{_name(dotted, sources)} = {context['tag']!r} is not one of {context['expected_tags']}"
     if error["type"] == "value_error" or isinstance(value, dict):
         return f"{_name(dotted, sources)}: {message}"
     return f"{_name(dotted, sources)} = {value!r}: {message.removeprefix('input ')}"

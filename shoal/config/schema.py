@@ -245,13 +245,13 @@ class FSDPConfig(Section):
         return self
 
 
-def _a_stage(value: int | None) -> int | None:
+def _a_stage(value: object) -> object:
     if value == 0:
         raise ValueError("stage 0 splits nothing, which is distributed.strategy: ddp; use that, or 1, 2 or 3")
     return value
 
 
-Stage = Annotated[Literal[0, 1, 2, 3] | None, AfterValidator(_a_stage)]
+Stage = Annotated[Literal[1, 2, 3] | None, BeforeValidator(_a_stage)]
 
 
 def _a_place(value: str) -> str:

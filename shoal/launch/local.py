@@ -88,7 +88,7 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
             return 1
         node.board.compare_set("attempt", str(attempt), str(attempt + 1))
         attempt += 1
-        again = f"starting again from the last checkpoint ({attempt} of {launch.max_restarts})"
+        again = f"starting again, from the last checkpoint if there is one ({attempt} of {launch.max_restarts})"
         print(f"shoal: {what}; {again}", file=sys.stderr, flush=True)
 
 

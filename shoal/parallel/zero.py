@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -47,19 +48,22 @@ class Stretch(NamedTuple):
 NOTHING = Stretch(0, 0)
 
 
+def is_installed() -> bool:
+    """A folder of that name beside a config would be importable too, as a package without files."""
+    spec = find_spec("deepspeed")
+    return spec is not None and spec.origin is not None
+
+
 def load_deepspeed(device: torch.device) -> Any:
     """The package, for this kind of device. On import it would otherwise guess, and say so."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    try:
-        with _silent():  # it tries compilers, which complain
-            import deepspeed
-            from deepspeed.accelerator import get_accelerator, set_accelerator
-    except ImportError as error:
-        if error.name != "deepspeed":
-            raise
+    if not is_installed():
         raise UserError(
             "strategy deepspeed, and its checkpoints, need the package deepspeed: pip install 'shoal[deepspeed]'"
-        ) from None
+        )
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    with _silent():  # it tries compilers, which complain
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
     # Its own collectives by their older names, since torch 2.13.
     warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what matters of it is in the report

@@ -43,7 +43,7 @@ from shoal.strategies.state import (
     restore_state,
 )
 from shoal.torch_private import set_group_timeout, uncompiled
-from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 
 class Objective(Protocol):
@@ -180,7 +180,7 @@ class DistributedStrategy:
         self,
         model: nn.Module,
         build_optimizer: Callable[[nn.Module], Optimizer],
-        plan: ParallelPlan,
+        plan: ParallelPlan = NO_PLAN,
         weights: Weights = DRAWN,
     ) -> tuple[nn.Module, Optimizer]:
         """Gives the model its weights and its place. What comes back has the names of the plain model.

@@ -38,7 +38,7 @@ from shoal.parallel.zero import (
 )
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.torch_private import as_rows
-from shoal.types import MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 CPU = torch.device("cpu")
 
@@ -164,7 +164,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self,
         model: nn.Module,
         build_optimizer: Callable[[nn.Module], Optimizer],
-        plan: ParallelPlan,
+        plan: ParallelPlan = NO_PLAN,
         weights: Weights = DRAWN,
     ) -> tuple[nn.Module, Optimizer]:
         """The optimizer is built while parameters have their shapes; it comes back with this rank's part of them."""

@@ -27,8 +27,10 @@ SECTIONS = {
     "tensor": ("3d",),
     "pipeline": ("3d",),
     "deepspeed": ("deepspeed",),
+    "zero_stage": ("deepspeed",),
+    "offload": ("deepspeed",),
 }
-"""Sections of `distributed`, and the strategies that look at them."""
+"""Sections and keys of `distributed`, and the strategies that look at them."""
 
 
 class Report:
@@ -148,7 +150,8 @@ class Report:
         for key, why in t.strategy.idle.items():
             yield "not in force", f"{key}: {why}", (key,)
         for section, users in SECTIONS.items():
-            keys = tuple(key for key in t.run.sources if key.startswith(f"distributed.{section}."))
+            under = (f"distributed.{section}", f"distributed.{section}.")
+            keys = tuple(key for key in t.run.sources if key == under[0] or key.startswith(under[1]))
             if keys and t.strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {t.strategy.name}", keys
 

@@ -21,7 +21,6 @@ from shoal.checkpoint.lease import Lease, was_restarted
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start, num_bytes
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
-from shoal.config.deepspeed import fit_json, read_json
 from shoal.config.mesh import check_layout
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
@@ -57,8 +56,6 @@ def check_start(run: Run, processes: int) -> None:
     """Refuses what so many processes could not begin with, before there are any, and before there is a run folder."""
     config = run.config
     check_layout(config, run.recipe_type(run.recipe_config), processes)
-    if config.distributed.strategy == "deepspeed" and (path := config.distributed.deepspeed.config_file):
-        fit_json(read_json(path), config.training, processes, f"distributed.deepspeed.config_file {path}")
     begins = not _find_start(run, CheckpointManager(config.output_dir), lambda warning: None)
     if begins and config.checkpoint.init_from:
         open_weights(config.checkpoint.init_from)

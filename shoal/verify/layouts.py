@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from math import ceil, prod
 
 from torch import nn
@@ -19,6 +18,7 @@ from shoal.parallel.context import attentions
 from shoal.parallel.stages import count_stages, cut
 from shoal.parallel.tensor import resolve
 from shoal.parallel.weights import parameters_on_meta
+from shoal.parallel.zero import is_installed
 from shoal.types import ParallelPlan
 from shoal.verify.compare import Promise, Range
 
@@ -152,7 +152,7 @@ def _zero(stage: int, about: str) -> Layout:
         return Promise(held, case.flops, collectives, state_bytes=own / trained)
 
     def unfit(run: Run, procs: int) -> str | None:
-        if find_spec("deepspeed") is None:
+        if not is_installed():
             return "it needs the package deepspeed: pip install 'shoal[deepspeed]'"
         precision = run.config.training.mixed_precision
         return None if precision in ("fp32", "bf16", "fp16") else f"it has no {precision}"

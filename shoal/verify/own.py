@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shoal.config import Run
-from shoal.config.deepspeed import fit_json, read_json
+from shoal.config.deepspeed import fit_file
 from shoal.config.mesh import fill_mesh, say_mesh
 from shoal.config.schema import DeepSpeedConfig, DistributedConfig
 from shoal.errors import UserError
@@ -70,6 +70,5 @@ def _sizes(distributed: DistributedConfig, procs: int) -> dict[str, int]:
 def _zero(run: Run, distributed: DistributedConfig, procs: int) -> DeepSpeedConfig:
     zero, path = distributed.zero, distributed.deepspeed.config_file
     if path is not None:
-        where = f"distributed.deepspeed.config_file {path}"
-        zero = DeepSpeedConfig(**fit_json(read_json(path), run.config.training, procs, where).options)
+        zero = DeepSpeedConfig(**fit_file(path, run.config.training, procs).options)
     return zero.model_copy(update={"zero_stage": zero.stage})

@@ -6,10 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pool import Pool
 from strategies.test_fsdp import Narrow, whole
+from torch import nn
 from typer.testing import CliRunner
 from verify.planted import Words
 
@@ -19,6 +21,7 @@ from shoal.checkpoint_commands import app
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.parallel.weights import build
+from shoal.parallel.zero import load_deepspeed
 from shoal.strategies import DeepSpeedStrategy, SingleStrategy
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
@@ -72,6 +75,103 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
             import_deepspeed(tmp_path / "theirs", out)
 
 
+def saved_by_its_users(folder: str, stage: int, keys: dict[str, Any]) -> dict[str, Any]:
+    """An engine of their own JSON, with a model of 267 elements: an odd number, so that ZeRO fills it up."""
+    with DeepSpeedStrategy(device="cpu", stage=stage) as strategy:
+        deepspeed = strategy._deepspeed
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(13, 6), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Linear(6, 13, bias=False)
+        )
+        zero = {"stage": stage, **keys.get("zero_optimization", {})}
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, **keys}
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+            config={**config, "zero_optimization": zero},
+            dist_init_required=False,
+        )
+        for step in range(2):
+            engine.backward(engine(torch.arange(8) + step + strategy.world.rank).float().logsumexp(-1).mean())
+            engine.step()
+        engine.save_checkpoint(folder)
+        whole_state = deepspeed.utils.safe_get_full_optimizer_state
+        expected = {}
+        for name, p in model.named_parameters():
+            expected[name] = deepspeed.utils.safe_get_full_fp32_param(p).clone().numpy()
+            expected |= {f"{name}/{slot}": whole_state(p, slot).clone().numpy() for slot in ("exp_avg", "exp_avg_sq")}
+        engine.destroy()
+        return expected
+
+
+WRITTEN_WITH: dict[str, tuple[int, dict[str, Any]]] = {
+    "filled up, stage 1": (1, {}),
+    "filled up, stage 2": (2, {}),
+    "filled up, stage 3": (3, {}),
+    "elastic_checkpoint": (1, {"zero_optimization": {"elastic_checkpoint": True}}),
+    "round_robin_gradients": (2, {"zero_optimization": {"round_robin_gradients": True}}),
+    "bf16 weights and fp32 sums": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_WITH)
+def test_folders_of_other_engines(pool2: Pool, tmp_path: Path, name: str) -> None:
+    expected, _ = pool2.run(saved_by_its_users, str(tmp_path / "theirs"), *WRITTEN_WITH[name], init=False)
+    import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
+    read = open_checkpoint(tmp_path / "ours").read()
+    steps = {slots.pop("step").item() for slots in read.optimizer.values()}
+    moments = {f"{name}/{slot}": t for name, slots in read.optimizer.items() for slot, t in slots.items()}
+    got = {name: tensor.numpy() for name, tensor in {**read.model, **moments}.items()}
+    assert got.keys() == expected.keys()
+    assert all(np.array_equal(tensor, expected[name]) for name, tensor in got.items())
+    assert steps == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda part: part.clear(), "KeyError 'partition_count'"),
+        (
+            lambda part: part.pop("param_slice_mappings"),
+            "it does not say where parameters lie, so an old DeepSpeed wrote it",
+        ),
+        (
+            lambda part: part.update(single_partition_of_fp32_groups=[torch.zeros(5)]),
+            r"RuntimeError shape .* is invalid",
+        ),
+        (lambda part: part.update(base_optimizer_state={"state": 3}), "AttributeError 'int' object has no attribute"),
+        (
+            lambda part: part["base_optimizer_state"]["state"][0].update(factors=torch.zeros(3, 3)),
+            "the optimizer's factors is neither laid out as weights are nor one number",
+        ),
+    ],
+)
+def test_what_is_laid_out_otherwise_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+    """Hand-made: what DeepSpeed wrote of one parameter on one rank, and what another version may write."""
+    load_deepspeed(torch.device("cpu"))
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    part: dict[str, Any] = {
+        "zero_stage": 1,
+        "partition_count": [1],
+        "single_partition_of_fp32_groups": [torch.arange(6.0)],
+        "base_optimizer_state": {"state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(6)}}},
+        "param_slice_mappings": [{"w": fragment_address(numel=6, start=0)}],
+    }
+    model = {"module": {}, "buffer_names": [], "param_shapes": [{"w": torch.Size([2, 3])}]}
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    torch.save(model, theirs / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": part}, theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert import_deepspeed(theirs, tmp_path / "good").slots == ["exp_avg", "step"]
+    change(part)
+    torch.save({"optimizer_state_dict": part}, theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(UserError, match=f"theirs is not laid out as shoal knows: {words}") as caught:
+        import_deepspeed(theirs, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
         import_deepspeed(tmp_path / "nowhere", tmp_path / "out")
@@ -85,5 +185,7 @@ def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_opened_without_trust(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["import", str(tmp_path), str(tmp_path / "out")])
-    assert result.exit_code == 2
+    for folders in ([str(tmp_path), str(tmp_path / "out")], [str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, ["import", *folders])
+        assert isinstance(result.exception, UserError)
+        assert "pickles" in str(result.exception)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from conftest import ToyRun
 
 from shoal.config import load_run
 from shoal.config.deepspeed import fit_json, read_json
-from shoal.config.schema import AioConfig, DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
+from shoal.strategies import DeepSpeedStrategy
 
 AUTO = "auto"
 ZERO_2 = {"stage": 2}
@@ -55,7 +58,7 @@ HUGGING_FACE = {
 """The one of transformers' documentation."""
 
 ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[str]]] = {
-    # name: the JSON, the run, the options that come out of it, keys among those that are reported as idle
+    # name: the JSON, the run, the options that come out of it, the keys that are reported as idle
     "NVMe": (
         {
             "zero_optimization": {
@@ -70,9 +73,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
             "zero_stage": 3,
             "offload_optimizer": "/local",
             "offload_parameters": "/fast",
-            "aio": AioConfig(block_size=262144, queue_depth=32, intra_op_parallelism=2),
+            "aio": {"block_size": 262144, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False},
         },
-        {"zero_optimization.offload_optimizer.buffer_count", "zero_optimization.offload_param.max_in_cpu"},
+        {f"zero_optimization.offload_optimizer.{key}" for key in ("buffer_count", "fast_init")}
+        | {f"zero_optimization.offload_param.{key}" for key in ("buffer_size", "max_in_cpu")},
     ),
     "auto everywhere, stage 3 with offload": (
         HUGGING_FACE,
@@ -87,7 +91,14 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
             "stage3_max_live_parameters": 10**9,
             "stage3_max_reuse_distance": 10**9,
         },
-        {"steps_per_print", "zero_optimization.stage3_gather_16bit_weights_on_model_save", "fp16.initial_scale_power"},
+        {
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            "zero_optimization.offload_optimizer.pin_memory",
+            "zero_optimization.offload_param.pin_memory",
+            *(f"fp16.{key}" for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis")),
+        },
     ),
     "the least there is": ({"zero_optimization": {"stage": 1}}, run(), {"zero_stage": 1}, set()),
     "stage 2 in scientific numbers": (
@@ -153,6 +164,27 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}}, "zero_optimization": ZERO_2},
         run(lr_scheduler={"name": "constant_with_warmup"}, warmup_steps=3),
         {"zero_stage": 2},
+        {"scheduler.params.warmup_type", "scheduler.params.warmup_num_steps"},
+    ),
+    "a schedule of epochs, all auto": (
+        {
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"warmup_num_steps": AUTO, "warmup_type": AUTO, "total_num_steps": AUTO},
+            },
+            "zero_optimization": ZERO_2,
+        },
+        run(max_steps=None, num_epochs=2, warmup_ratio=0.1),
+        {"zero_stage": 2},
+        {"scheduler.params.cos_min_ratio"},
+    ),
+    "a warmup that is not there, of any type": (
+        {
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0, "last_batch_iteration": -1}},
+            "zero_optimization": ZERO_2,
+        },
+        run(lr_scheduler="linear"),
+        {"zero_stage": 2},
         set(),
     ),
     "the offload of old": (
@@ -166,12 +198,12 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
             "zero_optimization": {
                 "stage": 2,
                 "offload_optimizer": {"device": "none"},
-                "offload_param": {"device": "none"},
+                "offload_param": {"device": "none", "nvme_path": "/local"},
             }
         },
         run(),
         {"zero_stage": 2},
-        set(),
+        {"zero_optimization.offload_param.nvme_path"},
     ),
     "keys of stage 3 at stage 2": (
         {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}},
@@ -187,12 +219,12 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
     ),
     "activation checkpointing": (
         {
-            "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": True, "profile": False},
+            "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "profile": False},
             "zero_optimization": ZERO_2,
         },
         run(),
         {"zero_stage": 2, "cpu_checkpointing": True},
-        {"activation_checkpointing.partition_activations", "activation_checkpointing.profile"},
+        {"activation_checkpointing.profile", "activation_checkpointing.partition_activations"},
     ),
     "watching it": (
         {
@@ -208,6 +240,31 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         {"tensorboard", "wandb", "flops_profiler", "zero_allow_untested_optimizer"},
     ),
+    "null says nothing": (
+        {
+            **dict.fromkeys(("fp16", "optimizer", "scheduler", "aio", "amp", "tensorboard", "gradient_clipping")),
+            "zero_optimization": {"stage": 2, "offload_optimizer": None, "overlap_comm": None},
+        },
+        run(),
+        {"zero_stage": 2},
+        set(),
+    ),
+    "what is off": (
+        {
+            "compile": {"enabled": False},
+            "tensor_parallel": {"autotp_size": 1},
+            "nebula": {"enabled": False},
+            "graph_harvesting": False,
+            "pipeline": {},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "fp16": {"fp16_master_weights_and_grads": False},
+            "optimizer": {"params": {"amsgrad": False, "bias_correction": True, "adam_w_mode": True}},
+            "zero_optimization": {"stage": 3.0, "mics_shard_size": -1, "cpu_offload": False},
+        },
+        run(),
+        {"zero_stage": 3},
+        set(),
+    ),
 }
 
 
@@ -216,7 +273,8 @@ def test_what_is_accepted(name: str) -> None:
     told, training, options, idle = ACCEPTED[name]
     fitted = fit_json(json.loads(json.dumps(told)), training, processes=2, where="ds.json")
     assert fitted.options == options
-    assert idle <= fitted.idle.keys()
+    assert fitted.idle.keys() == idle
+    DeepSpeedConfig(**fitted.options)
     assert all(fitted.idle.values())
 
 
@@ -231,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "accumulation against a schedule": (
         {"gradient_accumulation_steps": 4},
         run(global_batch_size=None, gradient_accumulation={0: 4, 2: 2}),
-        "gradient_accumulation_steps = 4 contradicts the run",
+        "4 contradicts the run: training.gradient_accumulation is a schedule, {0: 4, 2: 2}",
     ),
     "another clipping": ({"gradient_clipping": 0.3}, run(), "0.3 contradicts the run: training.max_grad_norm is 1.0"),
     "clipping where there is none": ({"gradient_clipping": 1.0}, run(max_grad_norm=None), "max_grad_norm is None"),
@@ -244,9 +302,9 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "another optimizer": (
         {"optimizer": {"type": "SGD", "params": {}}},
         run(),
-        'optimizer.type = "SGD" contradicts the run: training.optimizer is adamw',
+        'optimizer.type = "SGD" is sgd, which contradicts the run: training.optimizer is adamw',
     ),
-    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "use AdamW or SGD"),
+    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "it knows Adam, AdamW, SGD"),
     "a learning rate": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
         run(),
@@ -293,12 +351,60 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         run(),
         'reduce_bucket_size = "big"',
     ),
-    "activations in parts": (
-        {"activation_checkpointing": {"partition_activations": True}},
-        run(),
-        "needs model parallelism",
+    "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, run(), "amp.enabled = true would change the training"),
+    "fp16 by a number": ({"fp16": {"enabled": 1}}, run(), "fp16.enabled = 1 should be true, false or auto"),
+    "a slip in fp16": ({"fp16": {"enable": True}}, run(), "did you mean fp16.enabled?"),
+    "what fp16 does not have": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a key"),
+    "what nobody has, as auto": ({"banana": AUTO}, run(), "banana is not a key"),
+    "fp16 weights": (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        run(mixed_precision="fp16"),
+        "fp16.fp16_master_weights_and_grads = true would change the training",
     ),
-    "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, run(), "amp = true would change the training"),
+    "sums in bf16": (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        run(),
+        'data_types.grad_accum_dtype = "bf16" would change the training',
+    ),
+    "Adam that is not corrected": ({"optimizer": {"params": {"bias_correction": False}}}, run(), "is another Adam"),
+    "an optimizer with a list": ({"optimizer": {"params": [1]}}, run(), "optimizer.params = [1] should be an object"),
+    "a decay to nothing": (
+        {"scheduler": {"type": "WarmupDecayLR"}},
+        run(lr_scheduler={"name": "linear", "min_ratio": 0.5}),
+        "is linear to 0, which contradicts the run: training.lr_scheduler is linear to 0.5",
+    ),
+    "steps of a run of epochs": (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}}},
+        run(max_steps=None, num_epochs=2),
+        "total_num_steps = 1000 contradicts the run: it counts epochs, training.num_epochs is 2; say auto",
+    ),
+    "another way to warm up": (
+        {"scheduler": {"params": {"warmup_type": "log"}}},
+        run(warmup_steps=5),
+        'warmup_type = "log" contradicts the run: warmup is linear',
+    ),
+    "ZeRO as the run has it": ({"zero_optimization": AUTO}, run(), 'zero_optimization = "auto" should be an object'),
+    "a stage by truth": ({"zero_optimization": {"stage": True}}, run(), "zero_optimization.stage = true is no stage"),
+    "offload, yes": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": "yes"}},
+        run(),
+        'cpu_offload = "yes" should be true or false',
+    ),
+    "what offload to nowhere does not have": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "banana": 1}}},
+        run(),
+        "offload_optimizer.banana is not a key",
+    ),
+    "recomputation by a number": (
+        {"activation_checkpointing": {"cpu_checkpointing": 1}},
+        run(),
+        "activation_checkpointing.cpu_checkpointing = 1 input should be a valid boolean",
+    ),
+    "clipping by no number": ({"gradient_clipping": math.nan}, run(), "NaN contradicts the run"),
+    "clipping by truth": ({"gradient_clipping": True}, run(), "= true contradicts the run"),
+    "clipping by an object": ({"gradient_clipping": {}}, run(), "= {} contradicts the run"),
+    "compilation": ({"compile": {"deepcompile": True}}, run(), "compile.deepcompile = true would change the training"),
+    "shards by tensor": ({"tensor_parallel": {"autotp_size": 4}}, run(), "tensor_parallel.autotp_size = 4 would"),
 }
 
 
@@ -312,6 +418,47 @@ def test_what_is_refused(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
+    told = {"zero_optimization": ZERO_2, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}}
+    fitted = fit_json(told, run(warmup_steps=5), 2, "ds.json")
+    assert fitted.idle == {
+        "scheduler.params.warmup_type": "warmup is linear; DeepSpeed's own default is log",
+        "scheduler.params.cos_min_ratio": ("training.lr_scheduler.min_ratio is 0.1; DeepSpeed's own default is 0.0001"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "precision", "words"),
+    [
+        ({"bf16": {"enabled": True}}, "fp32", "contradicts the strategy: mixed_precision is fp32; set that to bf16"),
+        ({"fp16": {"enabled": True}}, "bf16", "contradicts the strategy: mixed_precision is bf16; set that to fp16"),
+        ({"bf16": {"enabled": False}}, "bf16", "set that to fp32"),
+        ({"train_batch_size": 8}, "fp32", "in a loop of your own leave it out, or say auto"),
+        ({"optimizer": {"params": [1]}}, "fp32", "optimizer.params = [1] should be an object"),
+        ({"optimizer": {"kind": "AdamW"}}, "fp32", "optimizer.kind is not a key"),
+    ],
+)
+def test_without_a_run_there_is_the_strategy(told: dict[str, Any], precision: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        fit_json({"zero_optimization": ZERO_2, **told}, None, 1, "ds.json", precision)
+    assert words in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+def test_a_json_in_python() -> None:
+    """The optimizer and schedule of one's own loop are not the JSON's; types are those of the strategy."""
+    path = Path(__file__).parents[2] / "configs" / "zero3.json"
+    for config in (path, str(path), json.loads(path.read_text())):
+        strategy = DeepSpeedStrategy(device="cpu", config=config)
+        assert strategy.stage == 3
+        assert "your own loop has that" == strategy.idle["optimizer.type"] == strategy.idle["scheduler.type"]
+        assert "optimizer.params.lr" not in strategy.idle
+    half = {"zero_optimization": ZERO_2, "bf16": {"enabled": True}}
+    assert DeepSpeedStrategy(device="cpu", config=half, mixed_precision="bf16").precision == "bf16"
+    with pytest.raises(UserError, match="mixed_precision is fp32; set that to bf16"):
+        DeepSpeedStrategy(device="cpu", config=half)
+
+
 def test_without_zero_it_is_another_strategy() -> None:
     with pytest.raises(
         UserError, match=r"ds.json has no zero_optimization; without ZeRO use distributed.strategy: ddp"
@@ -319,14 +466,27 @@ def test_without_zero_it_is_another_strategy() -> None:
         fit_json({}, run(), 2, "ds.json")
 
 
+TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "no valid JSON: stage is given twice, as 2 and as 3")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is no valid JSON"), ("[]", "holds a list, not an object"), ("{'stage': 3}", "no valid JSON")],
+    [("{", "is no valid JSON"), ("[]", "holds a list, not an object"), ('{"stage" 3}', "no valid JSON"), TWICE],
 )
 def test_a_file_that_is_not_one(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UserError, match=words):
         read_json(str(tmp_path / "ds.json"))
+
+
+@pytest.mark.skipif(find_spec("hjson") is None, reason="the package hjson, which DeepSpeed brings, is not installed")
+def test_comments_and_trailing_commas(tmp_path: Path) -> None:
+    """DeepSpeed reads its files so."""
+    (tmp_path / "ds.json").write_text('{\n  // which of them\n  "zero_optimization": {"stage": 3,},  # all\n}')
+    assert read_json(tmp_path / "ds.json") == {"zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text('{"a": 1, "a": 2,}')
+    with pytest.raises(UserError, match="no valid JSON"):
+        read_json(tmp_path / "ds.json")
 
 
 DEEPSPEED = "distributed.strategy=deepspeed"

@@ -16,7 +16,7 @@ from test_interrupted import slow_toy, undisturbed  # noqa: F401
 
 TWO = "launch.procs_per_node=2"
 SHORT = "distributed.timeout=3"
-AGAIN = "shoal: rank 1 hung; starting again from the last checkpoint (1 of 3)\n"
+AGAIN = "shoal: rank 1 hung; starting again, from the last checkpoint if there is one (1 of 3)\n"
 ONCE = "launch.max_restarts=0"
 
 # Once, in the first attempt, on rank 1, when the run is under way.

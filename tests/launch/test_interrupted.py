@@ -53,8 +53,8 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(slow_toy: ToyRun, po
         assert run.nothing_left()
     lines = run.err.splitlines()
     assert lines == [
-        "shoal: rank 1 was killed by SIGKILL; starting again from the last checkpoint (1 of 3)",
-        "shoal: rank 0 was killed by SIGKILL; starting again from the last checkpoint (2 of 3)",
+        "shoal: rank 1 was killed by SIGKILL; starting again, from the last checkpoint if there is one (1 of 3)",
+        "shoal: rank 0 was killed by SIGKILL; starting again, from the last checkpoint if there is one (2 of 3)",
     ]
     assert run.out.count("finished at step 10") == 1
     assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)

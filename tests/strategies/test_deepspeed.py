@@ -16,6 +16,7 @@ import torch
 from conftest import ToyRun
 from pool import Pool
 from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
+from test_docs import blocks
 from torch import Tensor, nn
 from typer.testing import CliRunner
 from verify.planted import Block, Ragged, Words
@@ -299,6 +300,22 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         DeepSpeedStrategy(device="cpu")
 
 
+def test_the_loop_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (loop,) = blocks(Path(__file__).parents[2] / "docs" / "deepspeed.md", "python")
+    monkeypatch.chdir(tmp_path)
+    exec(loop, {})
+    assert open_checkpoint(tmp_path / "there").shapes["0.weight"] == [256, 64]
+
+
+def test_a_folder_named_deepspeed_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of JSONs, beside the config, which makes a package without files."""
+    (tmp_path / "deepspeed").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "deepspeed")
+    with pytest.raises(UserError, match=r"pip install 'shoal\[deepspeed\]'"):
+        DeepSpeedStrategy(device="cpu")
+
+
 def test_optimizers_that_need_whole_tensors_are_refused() -> None:
     model = nn.Linear(4, 4)
     with (
@@ -424,6 +441,11 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(toy: ToyRun, pool2: Pool, stage:
     for name, slots in first.optimizer.items():
         assert all(torch.equal(tensor, second.optimizer[name][slot]) for slot, tensor in slots.items())
     assert toy.metrics() == toy.metrics(output=toy.folder / "undisturbed")
+
+
+def test_a_stage_without_the_strategy_is_said(toy: ToyRun) -> None:
+    toy.train("distributed.zero_stage=2", "training.max_steps=1")
+    assert "not in force  distributed.zero_stage: the strategy is single" in (toy.output / "report.txt").read_text()
 
 
 def test_the_report_says_what_is_in_force(toy: ToyRun, pool2: Pool) -> None:
