@@ -17,7 +17,7 @@ demo: .venv/.ready
 	$(BIN)/shoal train configs/demo.yaml
 
 test: .venv/.ready-dev lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"

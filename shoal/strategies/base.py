@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from shoal.checkpoint.foreign import about_names
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
-from shoal.config.mesh import coordinates, data_rank, data_size
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
 from shoal.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -28,12 +23,11 @@ from shoal.parallel.chunked_loss import ChunkedHead
 from shoal.parallel.compile import apply_compile
 from shoal.parallel.float8 import apply_float8
 from shoal.parallel.loss_scale import LossScale
-from shoal.parallel.mesh import build_mesh
 from shoal.parallel.precision import autocast, check_precision
 from shoal.parallel.shards import local_part
 from shoal.parallel.weights import DRAWN, materialise
-from shoal.parallel.world import World, choose_backend
 from shoal.seeding import SampleRng, mix
+from shoal.strategies.ranks import Ranks
 from shoal.strategies.state import (
     check_jsonable,
     check_same_optimizer,
@@ -42,7 +36,7 @@ from shoal.strategies.state import (
     restore_settings,
     restore_state,
 )
-from shoal.torch_private import set_group_timeout, uncompiled
+from shoal.torch_private import uncompiled
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 
@@ -56,20 +50,13 @@ class Objective(Protocol):
     def split_sequence(self, batch: Any, index: int, parts: int) -> Any: ...
 
 
-class DistributedStrategy:
+class DistributedStrategy(Ranks):
     """One layout of a run. A subclass says how long the sides of its mesh are and how it wraps a model."""
 
     name: ClassVar[str]
-    mesh: DeviceMesh | None = None
     engine: nn.Module
-    data_groups: Sequence[dist.ProcessGroup | None]
-    """A sum over these, one after another, is the sum over all slices of a batch; None is all ranks."""
-    draws_as: tuple[int, ...]
-    """Ranks for which this is the same draw the same, such as where to drop."""
     keeps_gradients = False
     """Whether gradients live in buffers of the engine's and are zeroed instead of freed."""
-    needs_mesh = False
-    """Whether it takes a process group also on one process."""
     backs_plainly = True
     """Whether a loss of the plain model may be backed through as in plain torch."""
 
@@ -97,15 +84,7 @@ class DistributedStrategy:
         backend: str = "auto",
         timeout: float = 1800,
     ):
-        self.world = world = World.from_environment()
-        self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
-        self.is_main_process = world.rank == 0
-        sizes = self.mesh_sizes()
-        self.place_on_mesh = coordinates(world.rank, sizes)
-        self.data_rank, self.data_size = data_rank(self.place_on_mesh, sizes), data_size(sizes)
-        self.data_groups = (None,) if self.data_size > 1 else ()
-        self.draws_as = (self.data_rank,)
-        self.device = find_device(device, self.world.local_rank)
+        super().__init__(device, backend, timeout, tf32, deterministic)
         self.precision, self.compile, self.seed = mixed_precision, compile, seed
         if isinstance(activation_checkpointing, str):
             activation_checkpointing = CheckpointingConfig(mode=activation_checkpointing)  # type: ignore[arg-type]
@@ -113,21 +92,13 @@ class DistributedStrategy:
         self.compiled_modules = self.float8_layers = 0
         self.checkpointed_modules: list[str] = []
         self.chunked_head: ChunkedHead | None = None
-        self._tf32, self._deterministic, self._timeout_seconds = tf32, deterministic, timeout
         check_precision(mixed_precision, tf32, self.device)
         if mixed_precision == "pure_bf16" and self.name in ("single", "ddp"):
             raise UserError(
                 f"training.mixed_precision = pure_bf16 needs someone to keep fp32 weights beside, and {self.name} does "
                 "not; use distributed.strategy: fsdp (on one process too; NO_SHARD is ddp's layout), or bf16"
             )
-        self.backend = choose_backend(backend, self.device, self.world)
         self.loss_scale = LossScale(self.device) if mixed_precision == "fp16" else None
-
-    # Who and where
-
-    def mesh_sizes(self) -> dict[str, int]:
-        """The sides of the mesh that are longer than one."""
-        return {}
 
     def about(self) -> str:
         """The layout in words, for the report."""
@@ -139,40 +110,6 @@ class DistributedStrategy:
         stage = {"zero_stage": self.stage} if self.stage else {}
         sizes = {"world_size": self.world_size, "data_size": self.data_size}
         return {"strategy": self.name, **sizes, "mesh": mesh, **stage}
-
-    def setup(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self._tf32:
-            torch.set_float32_matmul_precision("high")
-        if self._deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-        if self.world.size > 1 or self.needs_mesh:
-            self.world.join(self.device, self.backend, self._timeout_seconds)
-            self.mesh = self._build_mesh(self.mesh_sizes())
-
-    def _build_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        mesh = build_mesh(self.device.type, **sizes)
-        for group in mesh.get_all_groups():
-            set_group_timeout(group, max(self._timeout_seconds, self.world.least_timeout_seconds))
-        return mesh
-
-    def teardown(self) -> None:
-        self.world.leave()
-        if self._deterministic:
-            torch.use_deterministic_algorithms(False)
-        if self._tf32:
-            torch.set_float32_matmul_precision("highest")
-
-    def __enter__(self) -> Self:
-        self.setup()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if error is None or self.world.size == 1:  # after an error the peers may be stuck, and so would taking leave be
-            self.teardown()
 
     # The loop's verbs
 
@@ -376,61 +313,8 @@ class DistributedStrategy:
         self._refuse_loss_scale()
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """The sum, mean or max over all data-parallel ranks, on every one of them."""
-        if op not in ("sum", "mean", "max"):
-            raise UserError(f"reduce(op={op!r}): use sum, mean or max")
-        if not self.data_groups:
-            return tensor
-        tensor = tensor.clone()
-        for group in self.data_groups:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
-        return tensor / prod(map(dist.get_world_size, self.data_groups)) if op == "mean" else tensor
-
-    def highest(self, number: int, among: Sequence[dist.ProcessGroup | None] = (None,)) -> int:
-        """The highest that any rank says. Goes over CPU tensors, so that no device is waited for."""
-        if self.world.size == 1:
-            return number
-        told = torch.tensor(number)
-        for group in among:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        return int(told)
-
     def check_sync(self) -> None:
         """Raises if ranks did not do the same in the last step, where a layout needs that; called now and then."""
-
-    def barrier(self) -> None:
-        if self.world.size > 1:
-            dist.barrier()
-
-    def sync_buffers(self, model: nn.Module) -> None:
-        """Makes buffers what rank 0 has: those that a forward changes, such as BatchNorm's, are each rank's own."""
-        for buffer in model.buffers():
-            if buffer.is_contiguous():
-                self.broadcast(buffer)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Makes it what the rank with the first slice of a batch has."""
-        for group in self.data_groups:
-            dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
-
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parameters as this one, if there are others."""
-        if self.mesh is None or self.mesh["dp_replicate"].size() == 1:
-            return None
-        return self.mesh.get_group("dp_replicate")
-
-    def to_device(self, batch: Any) -> Any:
-        """Moves the tensors in dicts, lists, tuples and named tuples, however nested."""
-        if isinstance(batch, Tensor):
-            return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, dict):
-            return type(batch)((key, self.to_device(value)) for key, value in batch.items())
-        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*(self.to_device(value) for value in batch))
-        if isinstance(batch, list | tuple):
-            return type(batch)(self.to_device(value) for value in batch)
-        return batch
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The plain model inside what `wrap_model` and torch.compile put around it."""
@@ -478,11 +362,6 @@ class DistributedStrategy:
         """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
         return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
 
-    @property
-    def leads(self) -> bool:
-        """Whether of the ranks with the same slice of a batch this is the first."""
-        return not any(self.place_on_mesh[name] for name in ("pp", "cp", "tp"))
-
     def _refuse_loss_scale(self) -> None:
         if self.loss_scale:
             raise UserError(
@@ -510,16 +389,3 @@ class DistributedStrategy:
 
 def not_a_number(loss: Tensor) -> UserError:
     return UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
-
-
-def find_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this process. Ranks of one machine take its GPUs in turn."""
-    available = torch.accelerator.current_accelerator(check_available=True)
-    if wanted == "auto":
-        wanted = available.type if available else "cpu"
-    elif wanted != "cpu" and (available is None or available.type != wanted):
-        there = available.type if available else "only the CPU"
-        raise UserError(f"training.device = {wanted!r}, but torch sees {there}; use auto or {available or 'cpu'}")
-    if wanted == "cpu":
-        return torch.device("cpu")
-    return torch.device(wanted, local_rank % torch.accelerator.device_count())

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from shoal.config.deepspeed import fit_json, idle_keys, read_json
 from shoal.config.schema import DeepSpeedConfig, TrainingConfig
@@ -31,19 +30,16 @@ from shoal.parallel.zero import (
     Partition,
     cut_into_rows,
     exchange,
-    is_here,
     load_deepspeed,
     partition_each,
     row_stretches,
 )
+from shoal.parallel.zero_limits import LookedAt, check_counts, check_optimizer, check_parameters
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.torch_private import as_rows
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 CPU = torch.device("cpu")
-
-BY_ELEMENT = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD"}
-"""torch's optimizers that treat every element by itself, so that stepping a stretch of elements is stepping all."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -71,18 +67,16 @@ class DeepSpeedStrategy(DistributedStrategy):
         given |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         self.zero = _check(stage, given)
         without_use = {key: why for key, why in idle_keys(self.zero.stage).items() if _is_given(self.zero, key)}
-        self.idle = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
+        self.idle: dict[str, str] = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
         if config is not None:
             self.zero = self._fit(config, training, options.get("mixed_precision", "fp32"))
         super().__init__(**options)
         self.stage = self.zero.stage
         self._check_options()
         if self.device.type == "cpu":
-            without_use = {"overlap_comm": "on CPUs there is nothing to overlap with"}
-            without_use["cpu_checkpointing"] = "the host's memory is all there is"
-            self.idle |= {
-                f"distributed.deepspeed.{key}": why for key, why in without_use.items() if getattr(self.zero, key)
-            }
+            for key in ("overlap_comm", "cpu_checkpointing"):
+                if getattr(self.zero, key):
+                    self.idle[f"distributed.deepspeed.{key}"] = "the run is on the CPU"
         self._deepspeed = load_deepspeed(self.device)
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
         self._buffers = MovingBuffers(self.broadcast)
@@ -141,8 +135,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._connection.open()
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if error is not None and self.world.size > 1:
-            self._connection.close()  # what it changed for the whole process; nothing that peers take part in
+        if error is not None and self.world.size > 1:  # nothing that peers take part in
+            self._remove_folders()
+            self._connection.close()
         super().__exit__(error, *rest)
 
     def teardown(self) -> None:
@@ -154,6 +149,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._partition is not None:
             self._partition = None
             self.engine.destroy()  # type: ignore[operator]
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
         for folder in self._folders.values():
             folder.remove()
         self._folders = {}
@@ -169,7 +167,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> tuple[nn.Module, Optimizer]:
         """The optimizer is built while parameters have their shapes; it comes back with this rank's part of them."""
         self._end_engine()
-        _check_parameters(model)
+        check_parameters(model)
         self._transform(model, plan)
         self._cast_inside(model)
         if self.stage == 3:
@@ -181,7 +179,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
                 parameter.data = parameter.data.contiguous()
         optimizer = build_optimizer(model)
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         self._open_folders(model, optimizer)
         config = self.engine_config(model)
         if self.stage == 3:
@@ -259,7 +257,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
         if self._looks_on:
-            recipe, self._looks_on = _LookedAt(recipe, model), False
+            recipe, self._looks_on = LookedAt(recipe, model), False
         with self._buffers.equal_at_start(model):
             return super().forward_backward(model, micro_batches, recipe, step)
 
@@ -335,7 +333,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         parts.forget_slots()
         for group, members in parts.members.items():
             if group is not None:
-                _check_counts(members, state)
+                check_counts(members, state)
             with parts.to_change(group):
                 for name, parameter in members.items():
                     if name in elsewhere & state.model.keys():
@@ -429,68 +427,6 @@ def _swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
 
 def _is_given(zero: DeepSpeedConfig, key: str) -> bool:
     return bool(getattr(zero, key) != DeepSpeedConfig.model_fields[key].default)
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses what is not the same on a stretch of all parameters laid end to end as on each of them."""
-    kind = type(optimizer)
-    if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim"):
-        raise UserError(
-            f"distributed.strategy = deepspeed steps flat parts of parameters, which {kind.__name__} is not known to "
-            f"take one element at a time; use one of torch.optim's {', '.join(sorted(BY_ELEMENT))}, or strategy ddp"
-        )
-    if optimizer.state:
-        raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
-
-
-def _check_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim:
-            raise UserError(
-                f"{name} is a number without dimensions, which DeepSpeed does not take; give it the shape (1,), or use "
-                "strategy ddp"
-            )
-
-
-def _check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
-    """Parameters that are stepped together have one count of steps."""
-    counted = {name for name in members if any(not value.shape for value in state.optimizer.get(name, {}).values())}
-    if counted and (new := sorted(members.keys() - counted)):
-        raise UserError(
-            f"{new[0]} has no optimizer state in the checkpoint and {min(counted)} has, but DeepSpeed counts their "
-            "steps together; go on with another distributed.strategy"
-        )
-
-
-class _LookedAt:
-    """A recipe whose loss is not to read weights that are elsewhere: under ZeRO-3 they are empty between modules."""
-
-    def __init__(self, recipe: Objective, model: nn.Module):
-        self._recipe, self._model = recipe, model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._recipe, name)
-
-    def loss(self, output: Any, batch: Any) -> Tensor:
-        with _NoEmptyWeights(_names(self._model)):
-            return self._recipe.loss(output, batch)
-
-
-class _NoEmptyWeights(TorchFunctionMode):
-    def __init__(self, names: Mapping[nn.Parameter, str]):
-        super().__init__()
-        self.names = names
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told = [*args, *(kwargs or {}).values()] if func.__name__ not in ("__get__", "__set__") else []
-        told += [inner for value in told if isinstance(value, list | tuple) for inner in value]
-        for value in told:
-            if isinstance(value, nn.Parameter) and value in self.names and not is_here(value):
-                raise UserError(
-                    f"the recipe's loss reads {self.names[value]}, which is on other ranks under ZeRO stage 3, except "
-                    "while its module computes; compute it in a module, or use stage 2"
-                )
-        return func(*args, **(kwargs or {}))
 
 
 def _keep_inputs_on_host(module: nn.Module, pin_memory: bool) -> None:

@@ -332,11 +332,12 @@ def test_every_nth_is_saved_too(toy: ToyRun) -> None:
 def test_no_room_is_said_before_the_run_and_at_each_save(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy.train("training.max_steps=2")
+    constant = "training.lr_scheduler=constant"
+    toy.train(constant, "training.max_steps=2")
     usage = shutil.disk_usage(toy.output)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(UserError, match="step 6 could not be saved"):
-        toy.train("training.max_steps=6")
+        toy.train(constant, "training.max_steps=6")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert len(lines) == 3
     assert "0.0 MB free, but a checkpoint takes 0.0 MB; make room" in lines[0]

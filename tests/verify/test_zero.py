@@ -67,7 +67,7 @@ def test_what_it_has_not_is_said() -> None:
 
 
 def test_without_the_package_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.verify.layouts.find_spec", lambda name: None)
+    monkeypatch.setattr("shoal.verify.layouts.is_installed", lambda: False)
     told = LAYOUTS["zero_1"].unfit(ragged(global_batch_size=8), 2)
     assert told is not None
     assert "shoal[deepspeed]" in told
