@@ -82,6 +82,6 @@ def load_operator(speaks: bool, key: str) -> None:
         print("shoal: loading DeepSpeed's I/O operator; the first time it is compiled, for minutes", file=sys.stderr)
     try:
         builder.load(verbose=False)
-    except (RuntimeError, OSError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever goes wrong around a compiler
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{key} on a disk needs an operator that DeepSpeed could not compile: {reason}") from None

@@ -223,7 +223,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
 
     def _open_folders(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """For what is to be on a disk, after an operator for it is there."""
+        """For what is to be on a disk; and the operator that reads and writes it."""
         numels = {p: prod(whole_shape(p)) for p in model.parameters()}
         trained = sum(numel for p, numel in numels.items() if p.requires_grad)
         slots = int(bool(optimizer.defaults["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
@@ -231,9 +231,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         for key, count in elements.items():
             place, told = getattr(self.zero, key), f"distributed.deepspeed.{key}"
             if place not in ("none", "cpu"):
-                load_operator(speaks=self.world.rank == 0 and not self._folders, key=told)
                 here = count * 4 * self.world.local_size // self.world.size
                 self._folders[key] = SwapFolder(place, told, here)
+                load_operator(speaks=self.world.rank == 0 and len(self._folders) == 1, key=told)
 
     def _offload(self, key: str) -> dict[str, Any]:
         if key in self._folders:
