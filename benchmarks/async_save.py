@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint import open_checkpoint
-from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.async_save import Saver
 from shoal.types import TrainState
 
 

@@ -16,7 +16,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from shoal.config import check_run
-from shoal.launch.functions import run_function
+from shoal.launch.spawn import run_function
 from shoal.training import train
 
 PROCS = 2

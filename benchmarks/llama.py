@@ -181,10 +181,10 @@ def shoal_step(
         fake_world(world)
 
     from shoal.config import check_run
-    from shoal.parallel.weights import build
     from shoal.strategies import from_config
-    from shoal.training.optimizer import build_optimizer
+    from shoal.training.optimizers import build_optimizer
     from shoal.types import MicroBatch, Weights
+    from shoal.weights.by_name import build
 
     model_keys = {"config": {"model_type": "llama", **sizes}}
     run = check_run(

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
 from shoal.errors import UserError
-from shoal.launch.functions import run_function
-from shoal.parallel.world import World
+from shoal.launch.spawn import run_function
+from shoal.processes.world import World
 from shoal.seeding import mix
 from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.checkpoint import CheckpointManager, store
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.config import load_run
 from shoal.training import train
 from shoal.types import TrainState
@@ -407,7 +407,7 @@ def test_hostile_folders_are_refused_and_nothing_runs(tmp_path: Path, shoal: Com
 def test_the_docs_know_the_command() -> None:
     from typer.main import get_command
 
-    from shoal.checkpoint_commands import app
+    from shoal.cli.checkpoint import app
 
     page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
     known = get_command(app).commands  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import shoal
 
 
 def test_version_and_help_without_torch() -> None:
-    probe = "import sys; sys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+    probe = "import sys; sys.argv = ['shoal', '--help']\nfrom shoal.cli.main import main\n"
     probe += "try:\n    main()\nexcept SystemExit:\n    pass\nassert not {'torch', 'pydantic'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True)
     result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True)

@@ -7,19 +7,26 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shoal"
-BASE = {"types", "errors", "seeding", "torch_private"}
+BASE = {"types", "errors", "seeding", "tensors", "torch_private"}
 ALLOWED: dict[str, set[str]] = {
     "config": BASE,
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
-    "checkpoint": BASE | {"config", "parallel"},
-    "parallel": BASE | {"config"},
     "models": set(),
     "recipes": BASE | {"models", "data"},
-    "strategies": BASE | {"checkpoint", "config", "parallel"},
-    "launch": BASE | {"checkpoint", "config", "parallel"},
-    "verify": BASE | {"checkpoint", "config", "data", "launch", "observe", "parallel", "strategies", "training"},
-    "training": BASE | {"config", "data", "observe", "checkpoint", "parallel", "strategies"},
+    "processes": BASE,
+    "weights": BASE,
+    "parallel": BASE | {"config"},
+    "transform": BASE | {"config", "parallel"},
+    "checkpoint": BASE | {"config", "parallel", "weights"},
+    "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
+    "launch": BASE | {"checkpoint", "config", "processes"},
+    "training": BASE
+    | {"config", "data", "observe", "checkpoint", "parallel", "processes", "strategies", "transform", "weights"},
+    "verify": BASE
+    | {"checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies", "training"}
+    | {"transform", "weights"},
+    "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
 }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shoal.distributed import get_world_size, seed_everything
 from shoal.errors import UserError
-from shoal.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
+from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
 from shoal.strategies import MeshStrategy
 
 TEXT = (

@@ -1,7 +1,7 @@
 """The neutral store and its manager: alone in writing and reading checkpoints."""
 
-from shoal.checkpoint.base import BaseProblem, Referenced
 from shoal.checkpoint.boxes import WrongLayout
+from shoal.checkpoint.frozen_base import BaseProblem, Referenced
 from shoal.checkpoint.manager import CheckpointManager, find_best_checkpoint, find_latest_checkpoint
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.checkpoint.stored import Stored

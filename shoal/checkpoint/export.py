@@ -21,15 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.base import BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.file import write_safetensors
+from shoal.checkpoint.frozen_base import BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.inspect import open_step
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint
 from shoal.checkpoint.stored import Stored
 from shoal.config import check_run
 from shoal.errors import UserError
-from shoal.parallel.weights import parameters_on_meta
+from shoal.weights.by_name import parameters_on_meta
 
 Kind = Literal["hf", "safetensors", "torch"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
+from shoal.checkpoint.frozen_base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.manager import CheckpointManager, note_of_damage
 from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.stored import Stored, tensor_digest

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.async_save import Saver
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.config.schema import LoaderConfig
 from shoal.errors import UserError

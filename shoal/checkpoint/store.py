@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.checkpoint.base import BaseProblem, Referenced, parse_base
 from shoal.checkpoint.boxes import Box, WrongLayout, local_box, why_not_whole
 from shoal.checkpoint.file import write_safetensors
+from shoal.checkpoint.frozen_base import BaseProblem, Referenced, parse_base
 from shoal.checkpoint.peers import Peers
 from shoal.checkpoint.stored import DamagedCheckpoint as DamagedCheckpoint
 from shoal.checkpoint.stored import Pieces, Stored, parse_tensors
 from shoal.errors import UserError
-from shoal.parallel.shards import local_part
+from shoal.tensors import local_part
 from shoal.types import TrainState
 
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""What each key of a DeepSpeed JSON is to shoal. `shoal.config.deepspeed` reads a JSON by these tables.
+"""What each key of a DeepSpeed JSON is to shoal. `shoal.config.deepspeed_json` reads a JSON by these tables.
 
 a text         it changes nothing here; this says who does what it is for
 Only(values)   any other value would change the training, and is refused

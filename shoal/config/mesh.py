@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.deepspeed import fit_file
+from shoal.config.deepspeed_json import fit_file
 from shoal.config.schema import Config, DistributedConfig
 from shoal.errors import UserError
 

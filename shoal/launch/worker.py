@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shoal.checkpoint import CheckpointManager
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.parallel import world as processes
-from shoal.parallel.world import LOST_PEERS, World, attempt, peers_are_lost
+from shoal.processes import world as processes
+from shoal.processes.world import LOST_PEERS, World, attempt, peers_are_lost
 
 LAUNCHER = "SHOAL_LAUNCHER"
 """The variable in which shoal's own launcher tells its process id."""

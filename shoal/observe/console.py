@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config.schema import ConsoleMode
-from shoal.observe.patient import PatientFile
+from shoal.observe.patient_file import PatientFile
 
 _REDRAW_SECONDS = 0.25
 

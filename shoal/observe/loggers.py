@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError
-from shoal.observe.patient import PatientFile
+from shoal.observe.patient_file import PatientFile
 
 _warnings = logging.getLogger(__name__)
 

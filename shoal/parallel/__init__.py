@@ -1,1 +1,1 @@
-"""The mechanisms behind the strategies: weights, precision, compilation."""
+"""How a model is cut: sharding, tensor, context and pipeline parallelism, and DeepSpeed's ZeRO."""

@@ -1,6 +1,6 @@
 """What to train: model, data, loss."""
 
-from shoal.recipes.base import Recipe, token_loss
+from shoal.recipes.recipe import Recipe, token_loss
 from shoal.types import IGNORED
 
 __all__ = ["IGNORED", "Recipe", "token_loss"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.data import TextDataset
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
-from shoal.recipes.base import token_loss
+from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
 from shoal.types import ParallelPlan, TensorStyle
 

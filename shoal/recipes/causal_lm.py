@@ -20,7 +20,7 @@ from shoal.data import TextDataset
 from shoal.data.hub import hub, snapshot
 from shoal.errors import UserError
 from shoal.models.causal_attention import use_causal_attention
-from shoal.recipes.base import token_loss
+from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
 from shoal.types import ParallelPlan, TensorStyle, Weights
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.data import Tokenizer, TokenWindows, load_tokenizer, open_text, prepare_text
 from shoal.errors import UserError
-from shoal.recipes.base import Recipe
+from shoal.recipes.recipe import Recipe
 
 
 class TextRecipe(Recipe):

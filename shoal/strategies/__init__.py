@@ -4,7 +4,7 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.errors import UserError
-from shoal.parallel.world import World
+from shoal.processes.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.ddp import DDPStrategy
 from shoal.strategies.deepspeed import DeepSpeedStrategy

@@ -13,19 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from shoal.checkpoint.foreign import about_names
+from shoal.checkpoint.init_from import about_names
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
-from shoal.parallel.activation_checkpointing import apply_activation_checkpointing
-from shoal.parallel.chunked_loss import ChunkedHead
-from shoal.parallel.compile import apply_compile
-from shoal.parallel.float8 import apply_float8
-from shoal.parallel.loss_scale import LossScale
-from shoal.parallel.precision import autocast, check_precision
-from shoal.parallel.shards import local_part
-from shoal.parallel.weights import DRAWN, materialise
 from shoal.seeding import SampleRng, mix
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.state import (
@@ -36,8 +28,16 @@ from shoal.strategies.state import (
     restore_settings,
     restore_state,
 )
+from shoal.tensors import local_part
 from shoal.torch_private import uncompiled
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import apply_compile
+from shoal.transform.float8 import apply_float8
+from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.weights.by_name import DRAWN, materialise
 
 
 class Objective(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import ceil, prod
@@ -17,15 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shoal.config.deepspeed import fit_json, idle_keys, read_json
+from shoal.config.deepspeed_json import fit_json, idle_keys, read_json
 from shoal.config.schema import DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
-from shoal.parallel.buffers import MovingBuffers
-from shoal.parallel.nvme import SwapFolder, load_operator
-from shoal.parallel.shards import slices, whole_shape
-from shoal.parallel.weights import DRAWN, materialise
-from shoal.parallel.world import World
-from shoal.parallel.zero import (
+from shoal.parallel.zero.limits import LookedAt, check_counts, check_optimizer, check_parameters
+from shoal.parallel.zero.nvme import SwapFolder, load_operator
+from shoal.parallel.zero.partition import (
     Connection,
     Partition,
     cut_into_rows,
@@ -34,10 +31,13 @@ from shoal.parallel.zero import (
     partition_each,
     row_stretches,
 )
-from shoal.parallel.zero_limits import LookedAt, check_counts, check_optimizer, check_parameters
+from shoal.processes.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
+from shoal.strategies.buffers import MovingBuffers
+from shoal.tensors import local_slices, logical_shape, named_tensors
 from shoal.torch_private import as_rows
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.weights.by_name import DRAWN, materialise
 
 CPU = torch.device("cpu")
 
@@ -224,7 +224,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _open_folders(self, model: nn.Module, optimizer: Optimizer) -> None:
         """For what is to be on a disk; and the operator that reads and writes it."""
-        numels = {p: prod(whole_shape(p)) for p in model.parameters()}
+        numels = {p: prod(logical_shape(p)) for p in model.parameters()}
         trained = sum(numel for p, numel in numels.items() if p.requires_grad)
         slots = int(bool(optimizer.defaults["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
         elements = {"offload_optimizer": trained * (2 + slots), "offload_parameters": sum(numels.values())}
@@ -312,7 +312,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """
         self.sync_buffers(model)
         parts, moments = self._parts, dict[str, dict[str, Tensor]]()
-        tensors = {name: tensor.detach() for name, tensor in _tensors(model)}
+        tensors = named_tensors(model)
         for group, members in parts.members.items():
             with parts.at_hand(group):
                 for name, parameter in members.items():
@@ -327,9 +327,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """The inverse, one tensor at a time. Weights that are not in the state stay as they are."""
         parts = self._parts
         elsewhere = {name for members in parts.members.values() for name in members if self.stage == 3}
-        for name, tensor in _tensors(model):
+        for name, tensor in named_tensors(model).items():
             if name in state.model and name not in elsewhere:
-                tensor.detach().copy_(_whole(state.model[name]))
+                tensor.copy_(_whole(state.model[name]))
         parts.forget_slots()
         for group, members in parts.members.items():
             if group is not None:
@@ -347,7 +347,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _load_slots(self, name: str, parameter: Tensor, slots: Mapping[str, Any]) -> None:
         for slot, value in slots.items():
-            if slot != "step" and tuple(value.shape) == whole_shape(parameter):
+            if slot != "step" and tuple(value.shape) == logical_shape(parameter):
                 self._parts.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
             elif (kept := self._parts.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
                 raise UserError(
@@ -369,7 +369,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _rows(self, name: str, parameter: Tensor, own: Tensor) -> Tensor:
         """From this rank's stretch of a tensor that is as large as the parameter, its rows."""
-        shape, before = whole_shape(parameter), self._parts.stretches[name]
+        shape, before = logical_shape(parameter), self._parts.stretches[name]
         rows = exchange(own, before, row_stretches(shape, self.world.size))
         if rows is own and self._parts.on_disk(self._parts.group.get(name)):
             rows = own.clone()  # whose memory is about to be another group's
@@ -378,14 +378,14 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _own_elements(self, name: str, parameter: Tensor, value: Any) -> Tensor:
         """This rank's stretch of a tensor that everyone has, or that is on disk, or in rows."""
-        shape, parts = whole_shape(parameter), self._parts
+        shape, parts = logical_shape(parameter), self._parts
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             own = parts.own[name]
             return _whole(value).flatten()[own.start :][: own.numel]
         if isinstance(value, DTensor):
             rows = value.redistribute(self._rows_mesh(), [Shard(0)]).to_local()
         else:
-            places = slices(as_rows(torch.empty(0), shape, self._rows_mesh()))
+            places = local_slices(as_rows(torch.empty(0), shape, self._rows_mesh()))
             rows = value.read([place.start for place in places], [place.stop - place.start for place in places])
         return exchange(rows.flatten(), row_stretches(shape, self.world.size), parts.stretches[name])
 
@@ -442,15 +442,6 @@ def _keep_inputs_on_host(module: nn.Module, pin_memory: bool) -> None:
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; what is tied appears once, under its first name."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
 
 
 def _whole(value: Any) -> Tensor:

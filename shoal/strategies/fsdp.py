@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 from shoal.config.mesh import fill_mesh, say_mesh
 from shoal.config.schema import FSDPConfig
 from shoal.errors import UserError
-from shoal.parallel.buffers import MovingBuffers
-from shoal.parallel.loss_scale import LossScale
-from shoal.parallel.precision import DTYPES, half_type
-from shoal.parallel.shards import drop_gradients, hold_shards, local_part, split_over, take_gradients, total_norm
-from shoal.parallel.units import choose_units
-from shoal.parallel.weights import DRAWN, materialise, move_buffers
+from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
+from shoal.parallel.sharding.units import choose_units
 from shoal.strategies.base import DistributedStrategy, Objective
+from shoal.strategies.buffers import MovingBuffers
+from shoal.tensors import local_part
 from shoal.torch_private import uncompiled
+from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import DTYPES, half_type
 from shoal.types import MicroBatch, ParallelPlan, StepOutput, TrainState, Weights
+from shoal.weights.by_name import DRAWN, materialise, move_buffers
 
 CPU = torch.device("cpu")
 

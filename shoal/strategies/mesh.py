@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from shoal.config.mesh import DIMENSIONS, fill_mesh, micro_batches_needed, say_mesh
 from shoal.errors import UserError
-from shoal.parallel.chunked_loss import ChunkedHead
-from shoal.parallel.context import HeadExchange, apply_context_parallel
-from shoal.parallel.pipeline import Pipeline
-from shoal.parallel.stages import count_stages, cut, stages_of, take_stages
-from shoal.parallel.tensor import TensorParallel
+from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
+from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
+from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.strategies.base import Objective, not_a_number
 from shoal.strategies.fsdp import CPU, FSDPStrategy
+from shoal.transform.chunked_loss import ChunkedHead
 from shoal.types import MicroBatch, ParallelPlan
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.config.mesh import coordinates, data_rank, data_size
 from shoal.errors import UserError
-from shoal.parallel.mesh import build_mesh
-from shoal.parallel.world import World, choose_backend
+from shoal.parallel.device_mesh import build_mesh
+from shoal.processes.world import World, choose_backend
 from shoal.torch_private import set_group_timeout
 
 

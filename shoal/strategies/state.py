@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.checkpoint.base import Referenced
 from shoal.checkpoint.boxes import local_box, whole_box
+from shoal.checkpoint.frozen_base import Referenced
 from shoal.checkpoint.stored import Stored
 from shoal.errors import UserError
-from shoal.parallel.shards import local_part
+from shoal.tensors import local_part, named_tensors
 from shoal.torch_private import as_shard
 from shoal.types import TrainState
 
@@ -33,7 +33,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
             shape = parameter.shape
             tensors = {slot: as_shard(t, whole) if t.shape == shape else t for slot, t in tensors.items()}
         moments[names[whole]] = tensors
-    return TrainState(_model_state(model), moments, own)
+    return TrainState(named_tensors(model), moments, own)
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
     The names must be those of the model (the checkpoint room has checked that). Weights that are not in the state,
     such as a frozen base that the model has already, stay as they are.
     """
-    for name, tensor in _model_state(model).items():
+    for name, tensor in named_tensors(model).items():
         if name in state.model:
             local_part(tensor).copy_(_part(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -119,14 +119,3 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_numeric, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; what is tied appears once, under its first name."""
-    seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            state[name] = tensor.detach()
-    return state

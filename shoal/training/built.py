@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager
-from shoal.checkpoint.base import Base
-from shoal.checkpoint.lease import Lease
+from shoal.checkpoint.frozen_base import Base
+from shoal.checkpoint.run_lock import Lease
 from shoal.config import Run
 from shoal.config.schema import ConsoleMode, ProfileConfig, TrainingConfig
 from shoal.data import BatchSchedule, Loader
@@ -20,17 +20,17 @@ from shoal.errors import UserError
 from shoal.observe.console import Console
 from shoal.observe.flops import copy_on_meta
 from shoal.observe.loggers import Loggers, open_loggers
-from shoal.observe.patient import PatientFile
-from shoal.observe.profile import Profiler
-from shoal.parallel.watchdog import Watchdog
-from shoal.parallel.weights import build
+from shoal.observe.patient_file import PatientFile
+from shoal.observe.profiler import Profiler
+from shoal.processes.watchdog import Watchdog
 from shoal.strategies import DistributedStrategy
 from shoal.training.meter import Meter
-from shoal.training.optimizer import build_optimizer
-from shoal.training.schedule import Schedule, build_schedule, say_jump
-from shoal.training.start import Progress, check_room, restore
-from shoal.training.stop import StopFlag, Stopped
+from shoal.training.optimizers import build_optimizer
+from shoal.training.resume import Progress, check_room, restore
+from shoal.training.schedules import Schedule, build_schedule, say_jump
+from shoal.training.signals import StopFlag, Stopped
 from shoal.types import Weights
+from shoal.weights.by_name import build
 
 EVALUATED = ("eval/loss",)
 """The metrics that an evaluation gives, by which a checkpoint may be the best."""

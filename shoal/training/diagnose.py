@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.parallel.shards import local_part
 from shoal.strategies import DistributedStrategy, Objective
+from shoal.tensors import local_part
 from shoal.types import MicroBatch
 
 

@@ -12,9 +12,9 @@ import shoal
 from shoal.config.batch import accumulation
 from shoal.config.resolve import DEFAULT, source_of
 from shoal.errors import UserError
-from shoal.parallel.activation_checkpointing import num_recomputed
-from shoal.parallel.precision import HalfWitness
 from shoal.torch_private import compiled_graphs
+from shoal.transform.activation_checkpointing import num_recomputed
+from shoal.transform.precision import HalfWitness
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.foreign import about_names
+from shoal.checkpoint.init_from import about_names
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.observe.memory import memory_gib
-from shoal.parallel.desync import check_replicas, check_samples
-from shoal.parallel.watchdog import Watchdog
+from shoal.processes.desync import check_replicas, check_samples
+from shoal.processes.watchdog import Watchdog
 from shoal.seeding import mix
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.built import EVALUATED, Built
 from shoal.training.diagnose import first_bad_module
 from shoal.training.meter import flops_per_sample
-from shoal.training.optimizer import set_learning_rate
+from shoal.training.optimizers import set_learning_rate
 from shoal.training.report import Report
-from shoal.training.start import check_start, check_world, load_best, open_run_folder
-from shoal.training.stop import StopFlag
+from shoal.training.resume import check_start, check_world, load_best, open_run_folder
+from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch
 
 FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}

@@ -14,13 +14,13 @@ from shoal.config.mesh import data_size, fill_mesh, micro_batches_needed
 from shoal.config.schema import DeepSpeedConfig, DistributedConfig, FSDPConfig, TrainingConfig
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
-from shoal.parallel.context import attentions
-from shoal.parallel.stages import count_stages, cut
-from shoal.parallel.tensor import resolve
-from shoal.parallel.weights import parameters_on_meta
-from shoal.parallel.zero import is_installed
+from shoal.parallel.context.ulysses import attentions
+from shoal.parallel.pipeline.stages import count_stages, cut
+from shoal.parallel.tensor.tensor_parallel import resolve
+from shoal.parallel.zero.partition import is_installed
 from shoal.types import ParallelPlan
 from shoal.verify.compare import Promise, Range
+from shoal.weights.by_name import parameters_on_meta
 
 GATHER, SCATTER, REDUCE, SWAP = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shoal.config import Run
-from shoal.config.deepspeed import fit_file
+from shoal.config.deepspeed_json import fit_file
 from shoal.config.mesh import fill_mesh, say_mesh
 from shoal.config.schema import DeepSpeedConfig, DistributedConfig
 from shoal.errors import UserError

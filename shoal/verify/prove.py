@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.launch.functions import run_function
+from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
 from shoal.verify.layouts import LAYOUTS, Layout, layout_case, layout_run, reference_run
 from shoal.verify.own import OWN, own_layout

@@ -17,13 +17,13 @@ from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
-from shoal.parallel.desync import Desync, check_replicas, check_samples
-from shoal.parallel.shards import local_part, slices
-from shoal.parallel.weights import build
+from shoal.processes.desync import Desync, check_replicas, check_samples
 from shoal.strategies import from_config
+from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.types import MicroBatch, TrainState
+from shoal.weights.by_name import build
 
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
 MAX_NORM = 1.0
@@ -155,7 +155,7 @@ def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
     """
-    parts = {name: (t.shape, slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
+    parts = {name: (t.shape, local_slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
     if not dist.is_initialized():
         return {name: part for name, (_, _, part) in parts.items()}
     told: list[Any] = [None] * dist.get_world_size()

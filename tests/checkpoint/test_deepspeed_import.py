@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from verify.planted import Words
 
 from shoal.checkpoint import open_checkpoint
-from shoal.checkpoint.deepspeed import import_deepspeed
-from shoal.checkpoint_commands import app
+from shoal.checkpoint.deepspeed_import import import_deepspeed
+from shoal.cli.checkpoint import app
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.parallel.weights import build
-from shoal.parallel.zero import load_deepspeed
+from shoal.parallel.zero.partition import load_deepspeed
 from shoal.strategies import DeepSpeedStrategy, SingleStrategy
+from shoal.weights.by_name import build
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 

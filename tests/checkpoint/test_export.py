@@ -21,7 +21,7 @@ from shoal.checkpoint import export as export_module
 from shoal.checkpoint import open_checkpoint, write_checkpoint
 from shoal.checkpoint import store as store_module
 from shoal.checkpoint.export import export
-from shoal.checkpoint.foreign import about_names, weights_for
+from shoal.checkpoint.init_from import about_names, weights_for
 from shoal.config import check_run, load_run
 from shoal.errors import UserError
 from shoal.training import train

@@ -19,7 +19,7 @@ from shoal.checkpoint.boxes import local_box
 from shoal.checkpoint.manager import find_best_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.parallel.shards import local_part
+from shoal.tensors import local_part
 from shoal.training import train
 from shoal.training.trainer import Trainer
 from shoal.types import TrainState

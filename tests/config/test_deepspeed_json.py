@@ -12,7 +12,7 @@ import pytest
 from conftest import ToyRun
 
 from shoal.config import load_run
-from shoal.config.deepspeed import fit_json, read_json
+from shoal.config.deepspeed_json import fit_json, read_json
 from shoal.config.schema import DeepSpeedConfig, TrainingConfig
 from shoal.errors import UserError
 from shoal.strategies import DeepSpeedStrategy

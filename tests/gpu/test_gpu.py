@@ -19,15 +19,15 @@ from verify.runs import on
 import shoal
 from shoal.config import check_run, load_run
 from shoal.config.schema import TrainingConfig
-from shoal.launch.functions import run_function
-from shoal.parallel.weights import build
+from shoal.launch.spawn import run_function
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.training import train
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import Trainer
 from shoal.types import MicroBatch
 from shoal.verify import prove
+from shoal.weights.by_name import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 

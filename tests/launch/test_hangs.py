@@ -123,7 +123,7 @@ def test_a_rank_that_holds_pythons_lock(slow_toy: ToyRun) -> None:  # noqa: F811
 def test_a_machine_that_is_silent_as_a_whole(slow_toy: ToyRun) -> None:  # noqa: F811
     """Nobody there can end its one process but the launcher: rank 0 is made to believe that it is elsewhere."""
     path = slow_toy.folder / "toy_recipe.py"
-    elsewhere = "import os\nimport shoal.parallel.watchdog as w\nif os.environ.get('RANK') == '0':\n"
+    elsewhere = "import os\nimport shoal.processes.watchdog as w\nif os.environ.get('RANK') == '0':\n"
     path.write_text(f"{elsewhere}    w.this_machine = lambda: 'elsewhere'\n{path.read_text()}")
     options = ("launch.nodes=2", "launch.procs_per_node=1", SHORT)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

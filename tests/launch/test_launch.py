@@ -12,12 +12,12 @@ from conftest import ToyRun
 from launched import TORCHRUN, Launched, free_port, listening_addresses
 from safetensors.torch import load_file
 
-from shoal.cli import train
+from shoal.cli.main import train
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.launch.local import start
-from shoal.parallel.world import World
-from shoal.training.start import check_world
+from shoal.launch.launcher import start
+from shoal.processes.world import World
+from shoal.training.resume import check_world
 
 SAME = ("model.dropout=0.0", "training.global_batch_size=8")
 TWO = "launch.procs_per_node=2"
@@ -104,7 +104,7 @@ def test_refused_before_a_process_starts(
     environment: dict[str, str],
     words: list[str],
 ) -> None:
-    monkeypatch.setattr("shoal.launch.local.elastic_launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("shoal.launch.launcher.elastic_launch", lambda *_: pytest.fail("processes were started"))
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         for key, value in environment.items():
             monkeypatch.setenv(key, value.replace("TAKEN", str(occupied.getsockname()[1])))
@@ -132,7 +132,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
 def test_refused_before_there_is_a_folder(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
 ) -> None:
-    monkeypatch.setattr("shoal.launch.local.elastic_launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("shoal.launch.launcher.elastic_launch", lambda *_: pytest.fail("processes were started"))
     monkeypatch.chdir(toy.folder)
     (toy.folder / "empty").mkdir()
     for text in [override.removeprefix("json=") for override in overrides if override.startswith("json=")]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import UserError
-from shoal.parallel.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
+from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
 from shoal.strategies import MeshStrategy, SingleStrategy, ThreeDParallelism
 from shoal.types import ParallelPlan
 

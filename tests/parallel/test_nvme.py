@@ -19,11 +19,11 @@ from verify.planted import Ragged, Words
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.parallel.nvme import SwapFolder
-from shoal.parallel.weights import build
+from shoal.parallel.zero.nvme import SwapFolder
 from shoal.strategies import DeepSpeedStrategy, DistributedStrategy, SingleStrategy
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan
+from shoal.weights.by_name import build
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 WIDTH = 1024  # files are for a megabyte and more
@@ -33,7 +33,7 @@ def test_a_folder_goes_with_its_process(tmp_path: Path) -> None:
     live = SwapFolder(str(tmp_path), "key")
     code = f"""
 import time
-from shoal.parallel.nvme import SwapFolder
+from shoal.parallel.zero.nvme import SwapFolder
 own = SwapFolder({str(tmp_path)!r}, "key")
 print(flush=True)
 time.sleep(99)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
-from shoal.parallel.pipeline import Pipeline
-from shoal.parallel.stages import SCHEDULES, count_stages, cut, stages_of, take_stages
+from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.stages import SCHEDULES, count_stages, cut, stages_of, take_stages
 from shoal.types import ParallelPlan
 
 VOCABULARY, WIDTH, TIME = 13, 16, 5

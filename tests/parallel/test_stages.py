@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from shoal.config.mesh import STAGES_PER_RANK
 from shoal.errors import UserError
-from shoal.parallel.stages import SCHEDULES, PassThrough, count_stages, cut, follow_mode, stages_of, take_stages
+from shoal.parallel.pipeline.stages import (
+    SCHEDULES,
+    PassThrough,
+    count_stages,
+    cut,
+    follow_mode,
+    stages_of,
+    take_stages,
+)
 from shoal.types import ParallelPlan
 
 

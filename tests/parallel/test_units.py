@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from verify.planted import Block
 
-from shoal.parallel.units import choose_units
+from shoal.parallel.sharding.units import choose_units
 from shoal.types import ParallelPlan
 
 

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shoal.config.resolve import check_run, load_run
 from shoal.errors import UserError
-from shoal.parallel.chunked_loss import ChunkedHead
-from shoal.parallel.weights import build, materialise, parameters_on_meta
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.training import train
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.weights.by_name import build, materialise, parameters_on_meta
 
 transformers = pytest.importorskip("transformers")
 

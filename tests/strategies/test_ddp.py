@@ -14,10 +14,10 @@ from verify.planted import Ragged, Words
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
-from shoal.parallel.desync import Desync, check_replicas, check_samples
+from shoal.processes.desync import Desync, check_replicas, check_samples
 from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
 from shoal.strategies.ddp import default_bucket_mb
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.types import MicroBatch, ParallelPlan
 
 

@@ -22,15 +22,15 @@ from typer.testing import CliRunner
 from verify.planted import Block, Ragged, Words
 
 from shoal.checkpoint import open_checkpoint
-from shoal.cli import app
+from shoal.cli.main import app
 from shoal.config import load_run
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.parallel.activation_checkpointing import num_recomputed
-from shoal.parallel.weights import build
 from shoal.strategies import DeepSpeedStrategy, SingleStrategy
 from shoal.training import train
+from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.types import ParallelPlan
+from shoal.weights.by_name import build
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 

@@ -16,12 +16,12 @@ from verify.planted import Block, Ragged, Words
 from shoal.config.schema import FSDPConfig, TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.parallel.activation_checkpointing import num_recomputed
-from shoal.parallel.desync import Desync, check_replicas
-from shoal.parallel.weights import build
+from shoal.processes.desync import Desync, check_replicas
 from shoal.strategies import DistributedStrategy, FSDPStrategy, SingleStrategy
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
+from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.types import ParallelPlan
+from shoal.weights.by_name import build
 
 
 class Narrow(Ragged):

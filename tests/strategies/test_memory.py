@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.config.schema import TrainingConfig
-from shoal.launch.functions import run_function
-from shoal.parallel.weights import build
+from shoal.launch.spawn import run_function
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, FSDPStrategy
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.types import MicroBatch, Weights
+from shoal.weights.by_name import build
 
 MIB = 2**20
 WIDTH, BLOCKS = 1024, 16

@@ -14,11 +14,11 @@ from verify.planted import Ragged
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.parallel.weights import build
 from shoal.strategies import DistributedStrategy, MeshStrategy, SingleStrategy
 from shoal.training.diagnose import first_bad_module
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan
+from shoal.weights.by_name import build
 
 
 class Staged(Ragged):

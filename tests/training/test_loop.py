@@ -21,8 +21,8 @@ from shoal.errors import UserError
 from shoal.recipes import Recipe
 from shoal.strategies import SingleStrategy
 from shoal.training import train
-from shoal.training.optimizer import build_optimizer
-from shoal.training.schedule import build_schedule
+from shoal.training.optimizers import build_optimizer
+from shoal.training.schedules import build_schedule
 from shoal.types import MicroBatch, ParallelPlan
 
 

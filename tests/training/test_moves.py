@@ -14,11 +14,11 @@ from pool import Pool
 
 from shoal.checkpoint import open_checkpoint, write_checkpoint
 from shoal.config import load_run
-from shoal.parallel.desync import Desync
-from shoal.parallel.weights import build
+from shoal.processes.desync import Desync
 from shoal.strategies import from_config
 from shoal.training import train
-from shoal.training.optimizer import build_optimizer
+from shoal.training.optimizers import build_optimizer
+from shoal.weights.by_name import build
 
 FSDP = ["distributed.strategy=fsdp"]
 HYBRID = [*FSDP, "distributed.fsdp.sharding_strategy=HYBRID_SHARD", "distributed.mesh.dp_replicate=2"]

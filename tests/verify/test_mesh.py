@@ -120,13 +120,13 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any]) -> None
 
 def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
     """What each rank knows of a gradient is taken for all of it."""
-    with patch("shoal.parallel.tensor.sum_gradients", lambda tensor, group: tensor):
+    with patch("shoal.parallel.tensor.tensor_parallel.sum_gradients", lambda tensor, group: tensor):
         return trace(run, steps, shared)
 
 
 def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
     """Ranks attend to their own tokens alone."""
-    with patch("shoal.parallel.context.swap", lambda tensor, split, join, group: tensor):
+    with patch("shoal.parallel.context.ulysses.swap", lambda tensor, split, join, group: tensor):
         return trace(run, steps, shared)
 
 

@@ -1,0 +1,310 @@
+"""`shoal checkpoint …`: looks at checkpoints, compares, exports and removes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shoal.checkpoint.inspect import Difference, Differing, Listed, Shown, Verified
+
+app = typer.Typer(help="Look at checkpoints, compare, export or remove them.", no_args_is_help=True)
+
+StepDir = Annotated[
+    Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+BasePath = Annotated[
+    Path | None,
+    typer.Option("--base", metavar="PATH", help="Where the frozen weights are that it refers to, if they were moved."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+WORST = 10
+
+
+@app.command()
+def ls(
+    run: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="A run folder.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List a run's checkpoints. Manifests are checked, tensors are not: that is `verify`."""
+    from shoal.checkpoint.inspect import list_checkpoints
+
+    listed = list_checkpoints(run)
+    if as_json:
+        _print_json([{**asdict(row), "good": row.problem is None} for row in listed])
+    else:
+        _print(_table_of_checkpoints(listed))
+        for row in listed:
+            if row.problem:
+                _print(row.problem)
+        for file, problem in {file: problem for row in listed for file, problem in row.base.items()}.items():
+            _print(_say_base(file, problem))
+
+
+@app.command()
+def show(step_dir: StepDir, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show what a checkpoint holds: tensors, optimizer, layout, versions, config, position."""
+    from shoal.checkpoint import inspect
+
+    shown = inspect.show(inspect.open_step(step_dir))
+    if as_json:
+        _print_json(asdict(shown))
+    else:
+        _print_shown(shown)
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        Path, typer.Argument(readable=False, metavar="STEP_DIR_OR_RUN", help="A step folder, or a run for all of its.")
+    ],
+    base: BasePath = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Read every byte and compare every digest; exit 1 if anything is damaged."""
+    from shoal.checkpoint import inspect
+
+    def tell(folder: Path, verified: Verified) -> None:
+        good = f"good; not looked at: its base {verified.missing}" if verified.missing else "good"
+        _print(f"{folder}  {good if verified.problem is None else f'DAMAGED: {verified.problem}'}")
+
+    everything = inspect.verify(path, (lambda folder, verified: None) if as_json else tell, base)
+    if as_json:
+        _print_json([{"path": p, "good": v.problem is None, **asdict(v)} for p, v in everything.items()])
+    if any(verified.problem for verified in everything.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(readable=False, metavar="A", help="A step folder.")],
+    b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another, written by any layout.")],
+    rtol: Annotated[
+        float | None, typer.Option(help="Differences up to this share of a tensor's largest value count as equal.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every tensor that differs, and every moment by itself.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare weights, moments and position, to the bit unless --rtol is given; exit 1 if they differ."""
+    from shoal.checkpoint import inspect
+    from shoal.errors import UserError
+
+    if rtol is not None and not 0 <= rtol < float("inf"):
+        raise UserError(f"--rtol {rtol} should be 0 or more, such as 1e-5")
+    difference = inspect.diff(inspect.open_step(a), inspect.open_step(b), rtol)
+    if as_json:
+        _print_json(difference.as_dict())
+    else:
+        _print_difference(difference, a, b, rtol, everything)
+    if not difference.equal:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    step_dir: StepDir,
+    out: Annotated[Path, typer.Argument(readable=False, metavar="OUT", help="The folder (hf) or file to write.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="hf: a folder for transformers; safetensors: one file; torch: a state dict."),
+    ],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as stored unless given.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    base: BasePath = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Leave out frozen weights that the checkpoint only refers to.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the weights for other programs; they are opened again and compared before it is done."""
+    from shoal.checkpoint.export import export as write
+
+    done = write(step_dir, out, to, dtype, force, base, adapter_only)
+    if as_json:
+        _print_json({**asdict(done), "path": str(done.path)})
+        return
+    _print(f"{done.path}  {done.tensors} tensors, {_size(done.nbytes)}, {done.dtype}; opened again and compared: equal")
+    for note in done.notes:
+        _print(note)
+
+
+@app.command("import")
+def import_(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The step folder to write.")],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    trust: Annotated[
+        Path | None,
+        typer.Option("--trust", metavar="FOLDER", help="A folder that DeepSpeed saved. Opening it may run code."),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a checkpoint of DeepSpeed's, ZeRO 1 to 3, into one of shoal's. Its files are pickles, so name a folder you
+    trust."""
+    from shoal.checkpoint.deepspeed_import import import_deepspeed
+    from shoal.errors import UserError
+
+    if trust is None or more:
+        raise UserError(
+            "DeepSpeed's files are pickles, and opening one may run what is in it; name the folder as trusted: shoal "
+            "checkpoint import --trust FOLDER OUT"
+        )
+    done = import_deepspeed(trust, out)
+    if as_json:
+        _print_json({**asdict(done), "path": str(done.path)})
+        return
+    kept = f", optimizer {', '.join(done.slots)}" if done.slots else ""
+    _print(f"{done.path}  {done.tensors} tensors{kept}, of step {done.step} of ZeRO {done.stage} on {done.ranks} ranks")
+    _print(f"take the weights by checkpoint.init_from={done.path}, or all of it by strategy.load_checkpoint")
+
+
+@app.command()
+def rm(
+    step_dir: StepDir,
+    force: Annotated[bool, typer.Option("--force", help="Also the newest good one of its run.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Remove a checkpoint, without asking; the newest good one of a run only with --force."""
+    from shoal.checkpoint.inspect import remove
+
+    remove(step_dir, force)
+    if as_json:
+        _print_json({"removed": str(step_dir)})
+    else:
+        _print(f"removed {step_dir}")
+
+
+def _table_of_checkpoints(listed: list[Listed]) -> Table:
+    table = _table("step", "when", "size", "written by", "worth", "")
+    for row in listed:
+        worth = ", ".join(
+            f"{name} {value:.4g}" for name, value in row.metrics.items() if isinstance(value, float | int)
+        )
+        state = "good" if row.problem is None else "damaged"
+        _add(table, str(row.step), row.when, _size(row.bytes), row.layout or "?", worth, state)
+    return table
+
+
+def _print_shown(shown: Shown) -> None:
+    _print(f"checkpoint  {shown.path}")
+    for name in ("position", "layout", "metrics", "versions"):
+        section: dict[str, Any] = getattr(shown, name)
+        if section:
+            _print(f"{name:<10}  {', '.join(f'{key} {_plain(value)}' for key, value in section.items())}")
+    for key, value in shown.config.items():
+        _print(f"{key} = {_plain(value)}")
+    _print("")
+    tensors = _table("tensor", "shape", "dtype", "size")
+    for row in shown.tensors:
+        _add(tensors, row["name"], " × ".join(map(str, row["shape"])) or "1", row["dtype"], _size(row["bytes"]))
+    _print(tensors)
+    _print(f"{len(shown.tensors)} tensors, {_size(sum(row['bytes'] for row in shown.tensors))}")
+    if shown.base:
+        size = _size(sum(row["bytes"] for row in shown.base_tensors))
+        _print(f"and {len(shown.base_tensors)} frozen, {size}, which are not in it")
+    for file, problem in shown.base.items():
+        _print(_say_base(file, problem))
+    if shown.slots:
+        _print("")
+        slots = _table("optimizer slot", "tensors", "size")
+        for row in shown.slots:
+            _add(slots, row["name"], str(row["tensors"]), _size(row["bytes"]))
+        _print(slots)
+
+
+def _say_base(file: str, problem: str | None) -> str:
+    if problem:
+        return f"refers to frozen weights, but {problem}: the adapter alone can be opened"
+    return f"refers to frozen weights in {file}"
+
+
+def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | None, everything: bool) -> None:
+    if difference.equal:
+        how = "to the bit" if rtol is None else f"within {rtol:g}"
+        _print(f"equal {how}: {difference.compared} tensors and the position")
+        return
+    for key, (here, there) in difference.position.items():
+        _print(f"{key}: {here} in {a}, {there} in {b}")
+    for where, names in ((a, difference.only_in_a), (b, difference.only_in_b)):
+        if names:
+            more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
+            _print(f"only in {where}: {', '.join(names[:WORST])}{more}")
+    if difference.tensors:
+        table = _table(f"{len(difference.tensors)} of {difference.compared} tensors differ", "largest", "relative")
+        single = [tensor for tensor in difference.tensors if everything or tensor.slot is None]
+        shown = single if everything else single[:WORST]
+        for tensor in shown:
+            numbers = (tensor.max_abs, tensor.relative)
+            cells = [tensor.problem, ""] if tensor.problem else [f"{number:.3g}" for number in numbers]
+            _add(table, tensor.name, *cells)
+        if len(single) > len(shown):
+            _add(table, f"and {len(single) - len(shown)} more", "", "")
+        slots: dict[str, list[Differing]] = {}
+        for tensor in difference.tensors[len(single) :]:
+            slots.setdefault(tensor.slot or "", []).append(tensor)
+        for slot, tensors in slots.items():
+            worst = [max(getattr(t, key) or 0 for t in tensors) for key in ("max_abs", "relative")]
+            problems = sum(bool(tensor.problem) for tensor in tensors)
+            alike = f", {problems} of them not alike" if problems else ""
+            _add(table, f"optimizer/{slot}: {len(tensors)} tensors{alike}", *(f"{number:.3g}" for number in worst))
+        _print(table)
+        if len(single) > len(shown) or slots:
+            _print("--all lists them one by one")
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print(what: Any) -> None:
+    from rich.console import Console
+
+    # Names in a checkpoint may be anything: they are text, neither markup nor commands to a terminal.
+    what = _printable(what) if isinstance(what, str) else what
+    wide = None if sys.stdout.isatty() else 400
+    Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(what, str)).print(what)
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*map(_printable, cells))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, default=str))
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for bigger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, bigger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,88 @@
+"""`shoal train`: trains a run, starting the processes it asks for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from shoal.cli.arguments import ConfigFile, Debug, Overrides
+
+if TYPE_CHECKING:
+    from shoal.config import Run
+    from shoal.training import Outcome
+
+
+def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train a run to its end; it goes on from its last good checkpoint by itself."""
+    from shoal.config import load_run
+    from shoal.launch.launcher import start, wants_processes
+    from shoal.launch.worker import among_others
+    from shoal.processes.world import World
+    from shoal.training import train as train_run
+    from shoal.training.resume import check_start
+    from shoal.training.signals import Stopped
+
+    run = load_run(config, overrides or ())
+    if wants_processes(run):
+        check_start(run, run.config.launch.processes)
+        raise typer.Exit(start(run, sys.argv[1:]))
+    world = World.from_environment()
+    check = partial(check_start, run, world.size)
+    with among_others(run, world, check) if world.size > 1 else nullcontext():
+        try:
+            outcome = train_run(run)
+            stopped_by = outcome.stopped_by
+            if world.rank == 0:
+                _tell(outcome, run, config, overrides or [])
+        except Stopped as stopped:
+            stopped_by = stopped.signal
+            if world.rank == 0:
+                print(f"stopped by {stopped.signal.name} before the first step; there was nothing to save", flush=True)
+            if not stopped.agreed:
+                raise
+    if stopped_by:
+        raise typer.Exit(128 + stopped_by)
+
+
+def _tell(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
+    """The last words of a run: how it went and what can be done with it."""
+    again = [_command("shoal"), "train", str(config)]
+    if outcome.stopped_by:
+        name = signal.Signals(outcome.stopped_by).name
+        print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
+        print("go on with  ", shlex.join([*again, *overrides]), flush=True)
+        return
+    if outcome.preview:
+        print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")
+    if outcome.first_step == outcome.step:
+        print(f"already finished at step {outcome.step}")
+    else:
+        losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
+        print(f"finished at step {outcome.step}, {', '.join(losses)}")
+    print("run folder  ", outcome.output_dir)
+    if outcome.first_step < outcome.step < outcome.total_steps:
+        print(f"the data ended before step {outcome.total_steps}")
+    else:
+        epochs = run.config.training.num_epochs
+        key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
+        others = [override for override in overrides if not override.startswith(f"training.{key}=")]
+        print("go further  ", shlex.join([*again, *others, f"training.{key}={value}"]))
+    print("look at it  ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
+
+
+def _command(name: str) -> str:
+    """A command as this user can type it: by name if it is on the path, else where it lies."""
+    beside = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+        return name
+    return os.path.relpath(beside)

@@ -1,0 +1,38 @@
+"""`shoal verify`: proves that layouts compute the same training."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from shoal.cli.arguments import ConfigFile, Debug, Overrides
+
+
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    procs: Annotated[int, typer.Option(help="Processes for the layouts that need several.")] = 2,
+    strategies: Annotated[
+        str, typer.Option(help="Which layouts, with commas between; `own` is the config's; all unless given.")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Steps to train in each.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Prove that the layouts compute the same training, and do their work, on this config."""
+    import json
+
+    from shoal.config import load_run
+    from shoal.verify import print_verdict, prove
+
+    layouts = [name for name in strategies.split(",") if name] or None
+    told = (lambda verdict: None) if as_json else print_verdict
+    warn = partial(print, file=sys.stderr if as_json else sys.stdout)
+    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=told, warn=warn)
+    if as_json:
+        print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
+    if not all(verdict.passed for verdict in verdicts):
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Context parallelism: the ranks of a group share the tokens of each sequence."""

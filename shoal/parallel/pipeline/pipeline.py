@@ -1,0 +1,345 @@
+"""A pipeline: every rank computes its stages, and hidden states travel between them, while a step's micro-batches
+overlap as the schedule has it. The schedules are torch's.
+
+All ranks of a pipeline are given the same micro-batches, so that masks, positions and labels need not travel. Torch
+wants one shape for all that does: hidden states of short batches are filled up with zeros on the way, not in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shoal.config.mesh import micro_batches_needed
+from shoal.errors import UserError
+from shoal.parallel.pipeline.stages import count_stages, follow_mode, stages_of
+from shoal.parallel.pipeline.wire import NOTE_LENGTH, Arrive, Leave, Shape, describe, read_note, shape_of, travelling
+from shoal.torch_private import skip_greeting_itself
+
+Inputs = Sequence[dict[str, Any]]
+Score = Callable[[Any, int], Tensor]
+Around = Callable[[int], AbstractContextManager[Any]]
+_KEPT_SCHEDULES = 4  # each has buffers for all micro-batches of a step
+
+
+@dataclass
+class _Stage:
+    module: nn.Module
+    forward: Callable[..., Any]
+    index: int
+    is_last: bool
+    done: int = 0
+    """How many micro-batches of the work at hand it has computed: schedules take them in order."""
+    sent: dict[Shape, Shape] = field(default_factory=dict)
+    received: dict[Shape, Shape] = field(default_factory=dict)
+    """By the shape of the model's input, what leaves this stage and what comes to it."""
+
+
+@dataclass
+class _Work:
+    """The micro-batches that are being computed."""
+
+    inputs: Inputs
+    score: Score
+    around: Around
+    rows: int | None = None
+    """How long the batch dimension of everything that travels is; None for each as it is."""
+
+
+class Pipeline:
+    """The stages of this rank, and a step through all of them.
+
+    Their `forward` is replaced on the instance, because torch has to see the module that was given to fully_shard:
+    it then reduces gradients once, after the last micro-batch. A stage can no longer be called by hand.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        schedule: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        entry: str | None,
+        virtual: int = 2,
+    ):
+        """`modules` are the stages `stages_of` gives this rank; `entry` is the plan's."""
+        if entry is None:
+            raise UserError(
+                "a pipeline needs to know which input its hidden states take the place of, but the recipe's plan "
+                "states no entry; give ParallelPlan(entry=...) the keyword, such as input_ids"
+            )
+        self.schedule, self.group, self.device, self.entry = schedule, group, device, entry
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_stages = count_stages(self.size, schedule, virtual)
+        self._rank_of = {s: r for r in range(self.size) for s in stages_of(r, self.size, schedule, virtual)}
+        self.stages: list[_Stage] = []
+        for module, index in zip(modules, stages_of(self.rank, self.size, schedule, virtual), strict=True):
+            stage = _Stage(module, module.forward, index, index == self.num_stages - 1)
+            module.forward = lambda hidden, stage=stage: self._compute(stage, *([hidden] if stage.index else []))
+            self.stages.append(stage)
+            if isinstance(module, FSDPModule) and schedule == "zbv":
+                # It looks for the weights' gradients by the parameters that were there in the forward.
+                module.set_reshard_after_forward(False)
+        self._work: _Work | None = None
+        self._schedules: dict[tuple[int, int, Shape], Any] = {}
+        self._most_rows = 0
+        self._known: set[Shape] = set()
+        self._trained: set[Shape] = set()
+        # What the first stage is called with, which takes its inputs from the micro-batch: fully_shard wants something.
+        self._nothing = torch.zeros(1, device=device)
+        # The communicator of a group is made by the first call, which all have to make; few send in a first tick.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether losses appear on this rank."""
+        return any(stage.is_last for stage in self.stages)
+
+    def step(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
+        """Gradients of the sum of all scores, added up over the micro-batches, and over data ranks by fully_shard.
+
+        `inputs` are the model's keywords for each micro-batch. `score(output, index)` gives the number to back through;
+        it is called where the last stage is, and its numbers are returned there. `around(index)` is entered around what
+        a stage computes of a micro-batch, the score included.
+
+        Under fully_shard, a step is one call: gradients of an earlier one may be lost.
+        """
+        needed = micro_batches_needed(self.schedule, self.num_stages)
+        if len(inputs) < needed:
+            raise UserError(
+                f"the {self.schedule} schedule needs a micro-batch for each of its {needed} stages, but a step has "
+                f"{len(inputs)} per data rank; use a larger training.global_batch_size or a smaller batch_size"
+            )
+        shape = self._one_shape(inputs)
+        if shape not in self._trained:
+            self._explore(inputs[0], around)
+            self._trained.add(shape)
+        self._most_rows = max(self._most_rows, *(self._rows(one) for one in inputs))
+        num = self._fitting(len(inputs))
+        schedule = self._find_schedule(num, shape)
+        losses: list[Tensor] = []
+        self._begin(_Work(inputs, score, around or _nothing, self._most_rows))
+        target = torch.empty(num) if self.has_last else None  # torch wants one to cut up
+        try:
+            first = [self._nothing.repeat(num)] if self.stages[0].index == 0 else []
+            schedule.step(*first, target=target, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, UserError):  # from inside of a stage
+                raise error.__cause__ from None
+            raise
+        finally:
+            self._work = None
+        return [loss.detach() for loss in losses[: len(inputs)]]
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
+        """The scores without gradients, of any number of micro-batches and of any shapes.
+
+        In a tick every stage computes one micro-batch, then all send what they have at once. Torch's schedules have an
+        `eval`, too, but not for V shapes, nor for fewer micro-batches than stages.
+        """
+        self._begin(_Work(inputs, score, around or _nothing))
+        # The first of a new shape says beforehand what is coming. All ranks know which that is.
+        shapes = [self._shape(one) for one in inputs]
+        news = {shapes.index(shape) for shape in shapes if shape not in self._known}
+        self._known.update(shapes)
+        losses, here = [], dict[int, Tensor]()
+        for tick in range(len(inputs) + self.num_stages - 1):
+            leaving: dict[int, Tensor] = {}
+            for stage in self.stages:
+                if 0 <= tick - stage.index < len(inputs):
+                    output = stage.module(here.pop(stage.index) if stage.index else self._nothing)
+                    if stage.is_last:
+                        losses.append(output)
+                    else:
+                        leaving[stage.index + 1] = output
+            here = self._exchange(leaving, tick + 1, inputs, news)
+        self._work = None
+        for module in (module for stage in self.stages for module in stage.module.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward will
+        return losses
+
+    def _exchange(self, leaving: dict[int, Tensor], tick: int, inputs: Inputs, news: set[int]) -> dict[int, Tensor]:
+        """What the stages of this rank need in a tick, by their index; `leaving` is by the stage that it goes to."""
+        coming = [s for s in self.stages if s.index and 0 <= tick - s.index < len(inputs)]
+        abroad = [s for s in coming if self._rank_of[s.index - 1] != self.rank]
+        outward = {index: t for index, t in sorted(leaving.items()) if self._rank_of[index] != self.rank}
+        told = [s for s in abroad if tick - s.index in news]
+        notes = {s.index: torch.empty(NOTE_LENGTH, dtype=torch.long, device=self.device) for s in told}
+        self._transfer({i: describe(t) for i, t in outward.items() if tick - i in news}, notes)
+        for stage in coming:
+            one = inputs[tick - stage.index]
+            if stage.index in notes:
+                stage.received[self._shape(one)] = read_note(notes[stage.index])
+            elif stage.index in leaving:
+                stage.received[self._shape(one)] = shape_of(leaving[stage.index])
+        buffers = {}
+        for stage in abroad:
+            one = inputs[tick - stage.index]
+            buffers[stage.index] = self._buffer(stage.received[self._shape(one)], self._rows(one))
+        self._transfer(outward, buffers)
+        return {s.index: buffers[s.index] if s in abroad else leaving[s.index] for s in coming}
+
+    def _transfer(self, outward: dict[int, Tensor], inward: dict[int, Tensor]) -> None:
+        """All at once, or two ranks that send to each other would both wait. Pairs meet in the order of stages."""
+        sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=self._rank_of[i]) for i, t in outward.items()]
+        receives = [
+            dist.P2POp(dist.irecv, t, group=self.group, group_peer=self._rank_of[i - 1]) for i, t in inward.items()
+        ]
+        if sends or receives:
+            for work in dist.batch_isend_irecv(sends + receives):
+                work.wait()
+
+    def _compute(self, stage: _Stage, *arrived: Tensor) -> Tensor:
+        """What a stage makes of the next micro-batch: the hidden state that travels on, or the score."""
+        work, index = self._work, stage.done
+        assert work is not None, "a stage of a pipeline cannot be called by itself"
+        stage.done += 1
+        if index >= len(work.inputs):
+            return self._compute_nothing(stage, *arrived)
+        inputs = work.inputs[index]
+        rows = self._rows(inputs)
+        if arrived:
+            inputs = {**inputs, self.entry: Arrive.apply(arrived[0], rows)}
+        with work.around(index):
+            output = stage.forward(**inputs)
+            if stage.is_last:
+                loss = work.score(output, index)
+                if loss.ndim:
+                    raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
+                return loss.to(torch.float32, copy=True)  # torch detaches it in place
+        hidden = travelling(output)
+        if not hidden.ndim or hidden.shape[0] != rows:
+            raise UserError(
+                f"a pipeline's stage made a hidden state of shape {[*hidden.shape]} of a batch of {rows}; its first "
+                "dimension should be the batch"
+            )
+        shape = stage.sent.setdefault(self._shape(work.inputs[index]), shape_of(hidden))
+        if shape_of(hidden) != shape:
+            raise _ragged(hidden.shape[1:], shape[0])
+        return Leave.apply(hidden, work.rows or rows)
+
+    def _compute_nothing(self, stage: _Stage, *arrived: Tensor) -> Tensor:
+        """Beyond the step's micro-batches, where the schedule asks for more: no work, and gradients of 0."""
+        assert self._work is not None
+        assert self._work.rows
+        if stage.is_last:
+            return arrived[0].sum(dtype=torch.float32) * 0
+        hidden = self._buffer(stage.sent[self._shape(self._work.inputs[0])], self._work.rows).zero_()
+        return hidden + arrived[0].sum() * 0 if arrived else hidden.requires_grad_()
+
+    def _begin(self, work: _Work) -> None:
+        self._work = work
+        for stage in self.stages:
+            stage.done = 0
+            if len(self.stages) > 1:
+                follow_mode(stage.module)
+
+    def _explore(self, inputs: dict[str, Any], around: Around | None) -> None:
+        """Sends one micro-batch through, to know what will travel: autocast decides its type, the model its shape.
+
+        Torch would do so itself, in one version with the loss and a backward, in another without.
+        """
+        if self._trained and any(isinstance(stage.module, FSDPModule) for stage in self.stages):
+            # Data ranks would have to do so in the same step, since this gathers parameters.
+            raise _ragged(self._shape(inputs)[0], next(iter(self._trained))[0])
+        self._known.discard(self._shape(inputs))  # from an evaluation, maybe in other types
+        for stage in self.stages:
+            stage.sent.pop(self._shape(inputs), None)
+        buffers = [buffer for stage in self.stages for buffer in stage.module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
+            self.evaluate([inputs], lambda output, index: torch.zeros((), device=self.device), around)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+    def _find_schedule(self, num: int, shape: Shape) -> Any:
+        """Torch's object for so many micro-batches of this shape, which cannot serve others."""
+        key = (num, self._most_rows, shape)
+        schedule = self._schedules.pop(key, None) or self._make_schedule(num, shape)
+        self._schedules[key] = schedule
+        if len(self._schedules) > _KEPT_SCHEDULES:
+            self._schedules.pop(next(iter(self._schedules)))
+        return schedule
+
+    def _make_schedule(self, num: int, shape: Shape) -> Any:
+        from torch.distributed import pipelining  # takes seconds to import
+
+        stages = []
+        for stage in self.stages:
+            arriving = self._nothing.to("meta")
+            if stage.index:
+                arriving = self._buffer(stage.received[shape], self._most_rows, "meta").requires_grad_()
+            leaving = torch.empty((), device="meta")
+            if not stage.is_last:
+                leaving = self._buffer(stage.sent[shape], self._most_rows, "meta")
+            stages.append(
+                pipelining.PipelineStage(
+                    stage.module,
+                    stage.index,
+                    self.num_stages,
+                    self.device,
+                    input_args=(arriving,),
+                    output_args=leaving.requires_grad_(),
+                    group=self.group,
+                )
+            )
+            skip_greeting_itself(stages[-1])
+        kinds = {
+            "gpipe": pipelining.ScheduleGPipe,
+            "1f1b": pipelining.Schedule1F1B,
+            "interleaved": pipelining.ScheduleInterleaved1F1B,
+            "zbv": pipelining.ScheduleZBVZeroBubble,
+        }
+        single = self.schedule in ("gpipe", "1f1b")
+        held: Any = stages[0] if single else stages
+        return kinds[self.schedule](held, num, loss_fn=lambda loss, target: loss, scale_grads=False)
+
+    def _fitting(self, num: int) -> int:
+        """How many micro-batches have to be run for so many to be: torch interleaves in rounds of equal length."""
+        while self.schedule == "interleaved" and num % max(1, num // self.size):
+            num += 1
+        return num
+
+    def _buffer(self, shape: Shape, rows: int, device: torch.device | str | None = None) -> Tensor:
+        return torch.empty((rows, *shape[0]), dtype=shape[1], device=device or self.device)
+
+    def _rows(self, inputs: dict[str, Any]) -> int:
+        entry = inputs.get(self.entry)
+        if not isinstance(entry, Tensor) or not entry.ndim:
+            raise UserError(
+                f"the plan's entry is {self.entry!r}, but the recipe's inputs have no batch of that name; "
+                f"they have {', '.join(inputs)}"
+            )
+        return entry.shape[0]
+
+    def _shape(self, inputs: dict[str, Any]) -> Shape:
+        """Of the model's input: it decides what travels, as other inputs do not."""
+        self._rows(inputs)
+        return shape_of(inputs[self.entry])
+
+    def _one_shape(self, inputs: Inputs) -> Shape:
+        first = self._shape(inputs[0])
+        for one in inputs:
+            if self._shape(one) != first:
+                raise _ragged(self._shape(one)[0], first[0])
+        return first
+
+
+def _ragged(shape: Sequence[int], other: Sequence[int]) -> UserError:
+    return UserError(
+        f"ragged data: samples of a pipeline have the shapes {[*shape]} and {[*other]}, but one schedule takes one "
+        "shape; pad or pack them to one length"
+    )
+
+
+def _nothing(index: int) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -1,0 +1,88 @@
+"""Sharded tensors from one rank's point of view: the part it holds, and what an optimizer does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from shoal.tensors import local_part
+from shoal.torch_private import StridedShard
+
+
+def hold_shards(optimizer: Optimizer) -> None:
+    """Gives an optimizer this rank's part of each sharded parameter, in the same memory, instead of the DTensor.
+
+    Fused kernels know plain tensors alone (fused SGD has no rule for DTensors, and none takes both kinds), and
+    elementwise updates of the parts are the update of the whole. A part knows its whole as `shard_of`.
+    """
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if isinstance(parameter, DTensor):
+                part = nn.Parameter(local_part(parameter), requires_grad=parameter.requires_grad)
+                part.shard_of = parameter  # type: ignore[attr-defined]
+                group["params"][index] = part
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[part] = {
+                        key: local_part(value) if isinstance(value, Tensor) else value for key, value in state.items()
+                    }
+
+
+@torch.no_grad()
+def take_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Hands the parts their gradients, and returns the parameters that have one."""
+    parameters = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole: DTensor | None = getattr(parameter, "shard_of", None)
+            if whole is not None:
+                parameter.grad = None if whole.grad is None else _gradient_part(whole)
+            if parameter.grad is not None:
+                parameters.append(parameter)
+    return parameters
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+        whole: DTensor | None = getattr(parameter, "shard_of", None)
+        if whole is not None:
+            whole.grad = None
+
+
+@torch.no_grad()
+def total_norm(gradients: Iterable[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]) -> Tensor:
+    """The norm of the whole gradient, given this rank's parts and over which groups each is split."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for part, groups in gradients:
+        by_groups.setdefault(groups, []).append(part)
+    squares = []
+    for groups, parts in by_groups.items():
+        square = get_total_norm(parts).square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups along which a tensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    cut = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard | StridedShard)]
+    return tuple(mesh.get_group(side) for side in cut if mesh.size(side) > 1)
+
+
+def _gradient_part(whole: DTensor) -> Tensor:
+    gradient = whole.grad
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != whole.placements:
+        gradient = gradient.redistribute(placements=whole.placements)
+    return gradient.to_local()

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the ranks of a group share the work of each layer."""

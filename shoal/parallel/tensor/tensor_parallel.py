@@ -1,0 +1,305 @@
+"""Tensor parallelism: ranks share the work of each layer, and each holds its part of the weights.
+
+Parameters are DTensors, so that everything that stores, counts or shards them further knows which part a rank has. The
+computing is plain: a cut module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the
+boundaries that the plan names. DTensor could find the exchanges by itself, but would gather where a boundary need not.
+
+With sequence parallelism what lies between the boundaries is cut too: each rank keeps some tokens, and what was a sum
+over ranks becomes a sum of which each takes its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shoal.errors import UserError
+from shoal.parallel.collectives import gather_tokens, gather_vocabulary, scatter_tokens, sum_gradients, sum_over
+from shoal.parallel.pipeline.stages import PassThrough
+from shoal.types import ParallelPlan, TensorStyle
+
+View = Callable[[Tensor], Tensor | None]
+
+
+class TensorParallel:
+    """How the ranks of one group share a model."""
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
+        self.mesh, self.sequence = mesh, sequence
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self.cut_parameters: list[str] = []
+        self.scattered = sequence
+        """Whether each rank has some tokens between the boundaries. A text that does not come out even, such as the one
+        token that generation adds, goes whole through all ranks."""
+
+    def apply(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Cuts the parameters and changes the `forward` of what the plan names; names and classes stay."""
+        styles = resolve(model, plan)
+        if self.sequence and "sequence" not in styles.values():
+            raise UserError(
+                "distributed.tensor.sequence_parallel = true, but the recipe's plan names no modules that treat every "
+                "token by itself, or the model makes masks for whole sequences; set it to false"
+            )
+        modules = dict(model.named_modules())
+        staged = any(isinstance(module, PassThrough) for module in modules.values())
+        embeds = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
+        if self.sequence and not embeds and not staged:
+            raise UserError(
+                "distributed.tensor.sequence_parallel = true, but nothing shares out the tokens at first; let the "
+                "recipe's plan cut the embedding as vocabulary, or set it to false"
+            )
+        parts = self._cut(model, styles)
+        for name, style in styles.items():
+            if isinstance(style, str) and name in modules:
+                self._apply_style(name, modules[name], style, styles)
+        self.cut_parameters = [name for name, p in model.named_parameters() if id(p) in parts]
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What all ranks are about to use, each for its part of the work."""
+        if self.scattered:
+            return gather_tokens(tensor, self.group)
+        return sum_gradients(tensor, self.group)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """The sum of the ranks' parts; with sequence parallelism this rank's tokens of it."""
+        if self.scattered:
+            return scatter_tokens(tensor, self.group)
+        return sum_over(tensor, self.group)
+
+    def _cut(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> set[int]:
+        """Puts DTensors in the place of the parameters that are cut, and returns their ids."""
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        parts: dict[int, nn.Parameter] = {}
+        dimensions = self._dimensions(model, styles)
+        for name, dimension in dimensions.items():
+            parameter = whole[name]
+            owner, _, key = name.rpartition(".")
+            if id(parameter) not in parts:
+                even = "vocabulary" not in (styles.get(name), styles.get(owner))
+                self._check_cut(model, name, parameter, dimension, even)
+                parts[id(parameter)] = self._part(parameter, dimension)
+            model.get_submodule(owner)._parameters[key] = parts[id(parameter)]
+        if tied := next((name for name in whole if name not in dimensions and id(whole[name]) in parts), None):
+            raise UserError(f"parameter {tied} is also one that the plan cuts, under another name; let it cut both")
+        return set(map(id, parts.values()))
+
+    def _dimensions(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, int]:
+        """Parameter → the dimension it is cut along."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        dimensions: dict[str, int] = {}
+        for name, style in styles.items():
+            if isinstance(style, int):
+                dimensions[name] = style
+            elif name in parameters:
+                dimensions[name] = parameters[name].ndim - 1  # a head (embd, vocab)
+            elif style in ("column", "row", "vocabulary"):
+                module = model.get_submodule(name)
+                kinds = nn.Linear if style != "vocabulary" else nn.Linear | nn.Embedding
+                if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
+                    continue  # a head that is handed its weight
+                if not isinstance(module, kinds):
+                    raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
+                dimensions[f"{name}.weight"] = 1 if style == "row" else 0
+                if style != "row" and getattr(module, "bias", None) is not None:
+                    dimensions[f"{name}.bias"] = 0
+        return dimensions
+
+    def _check_cut(self, model: nn.Module, name: str, parameter: Tensor, dimension: int, even: bool) -> None:
+        length = parameter.shape[dimension]
+        region = model.get_submodule(".".join(name.split(".")[:-2]))
+        per_head = getattr(region, "head_dim", 1)  # a rank computes whole heads
+        units = length // per_head if isinstance(per_head, int) and length % per_head == 0 else length
+        if units % self.size if even else (self.size - 1) * -(-length // self.size) >= length:
+            what = f"{units} heads of {name}" if units != length else f"{length} of {name} {[*parameter.shape]}"
+            raise UserError(f"distributed.mesh.tp = {self.size} does not divide the {what}")
+
+    def _part(self, parameter: nn.Parameter, dimension: int) -> nn.Parameter:
+        length = parameter.shape[dimension]
+        chunk = -(-length // self.size)
+        start = min(self.rank * chunk, length)
+        own = parameter.detach().narrow(dimension, start, min(chunk, length - start)).clone()
+        part = DTensor.from_local(
+            own, self.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _apply_style(self, name: str, module: nn.Module, style: str, styles: Mapping[str, TensorStyle]) -> None:
+        inside = _region_of(name, styles) is not None
+        match style:
+            case "column":
+                see(module, local)
+                if not inside:
+                    change(module, before=self.enter)
+            case "row":
+                bias = module._parameters.get("bias")
+                see(module, local, hidden=("bias",))
+                change(module, after=self.leave)
+                if bias is not None:
+                    change(module, after=lambda output: output + self._shared(module._parameters["bias"]))
+            case "vocabulary" if isinstance(module, nn.Embedding):
+                self._share_embedding(module)
+            case "vocabulary":
+                self._share_head(module)
+            case "region" | "sum":
+                change(module, before=self.enter, arguments=local)
+                if style == "sum":
+                    change(module, after=self.leave)
+                for key, member in module.named_modules(prefix=name):
+                    if key not in styles or key == name:  # every rank has its own part of their gradients
+                        see(member, self._used_in_part)
+            case "sequence" if self.sequence:
+                see(module, lambda parameter: sum_gradients(parameter, self.group))
+
+    def _used_in_part(self, parameter: Tensor) -> Tensor:
+        """A cut one as it is here; of a whole one all ranks sum what they know of its gradient."""
+        return local(parameter) if isinstance(parameter, DTensor) else sum_gradients(parameter, self.group)
+
+    def _shared(self, parameter: Tensor | None) -> Tensor:
+        """A parameter that all ranks have; with sequence parallelism each adds it to other tokens."""
+        assert parameter is not None
+        return sum_gradients(parameter, self.group) if self.scattered else parameter
+
+    def _share_embedding(self, module: nn.Embedding) -> None:
+        """Each rank looks up the tokens that it has, and gives zeros for others; the sum is the embedding."""
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise UserError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut by its tokens")
+
+        see(module, local)
+        inner, chunk = module.forward, -(-module.num_embeddings // self.size)  # it may scale what it finds
+
+        def embed(tokens: Tensor) -> Tensor:
+            self.scattered = self.sequence and tokens.shape[-1] % self.size == 0
+            if self.sequence and not self.scattered and torch.is_grad_enabled():
+                raise UserError(
+                    f"distributed.tensor.sequence_parallel = true, but {self.size} ranks cannot share sequences of "
+                    f"{tokens.shape[-1]} tokens evenly; choose a length that is a multiple, or set it to false"
+                )
+            first, last = self.rank * chunk, min((self.rank + 1) * chunk, module.num_embeddings)
+            foreign = (tokens < first) | (tokens >= last)
+            padding = module.padding_idx  # the row that gets no gradient, by its place among all
+            module.padding_idx = padding - first if padding is not None and first <= padding < last else None
+            try:
+                rows = inner((tokens - first).masked_fill(foreign, 0))
+            finally:
+                module.padding_idx = padding
+            return self.leave(rows.masked_fill(foreign[..., None], 0))
+
+        module.forward = embed  # type: ignore[method-assign, assignment]
+
+    def _share_head(self, module: nn.Module) -> None:
+        """Each rank has the logits of some tokens. Where the loss is not made of those, all get all of them."""
+        see(module, local)
+        inner = module.forward
+
+        @wraps(inner)
+        def logits(hidden: Tensor, *weight: Tensor) -> Tensor:
+            vocabulary = module.out_features if isinstance(module, nn.Linear) else weight[0].shape[-1]
+            part = inner(self.enter(hidden), *map(local, weight))
+            return gather_vocabulary(part, vocabulary, self.group)
+
+        module.forward = logits
+
+
+def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
+    """The plan's styles by full names. Modules made for it say so themselves, as `tensor_style`."""
+    names = [name for name, module in model.named_modules() if not isinstance(module, PassThrough)]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    styles: dict[str, TensorStyle] = {
+        name: module.tensor_style
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "tensor_style", None), str)
+    }
+    for pattern, style in plan.tensor.items():
+        places = parameters if isinstance(style, int) else [*names, *parameters] if style == "vocabulary" else names
+        found = [name for name in places if _matches(name, pattern)]
+        staged = any(isinstance(module, PassThrough) for module in model.modules())
+        if not found and not staged:  # it may be in another stage
+            kind = "parameter" if isinstance(style, int) else "module"
+            raise UserError(f"the recipe's plan cuts {pattern!r}, but the model has no {kind} of that name")
+        styles |= dict.fromkeys(found, style)
+    if not styles:
+        raise UserError(
+            "distributed.mesh.tp > 1, but the recipe's plan says nothing of tensor parallelism; "
+            "give its parallel_plan `tensor` styles, or use fsdp"
+        )
+    return styles
+
+
+def see(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
+    """While the module computes, its own parameters are `view` of what they are; those `hidden` are not there."""
+    keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+    if not keys:
+        return
+    inner = module.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held = {key: module._parameters[key] for key in keys}
+        for key, parameter in held.items():
+            assert parameter is not None
+            module._parameters[key] = None if key in hidden else view(parameter)  # type: ignore[assignment]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            module._parameters.update(held)
+
+    module.forward = forward
+
+
+def change(
+    module: nn.Module,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
+    arguments: Callable[[Any], Any] | None = None,
+) -> None:
+    """Changes the first tensor a module is called with (`before`), the other `arguments`, and what it returns.
+
+    Of several outputs it is the first, as attention returns its weights beside.
+    """
+    inner = module.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            if args:
+                args = (before(args[0]), *args[1:])
+            else:
+                first = next(iter(kwargs))
+                kwargs[first] = before(kwargs[first])
+        if arguments is not None:
+            args = tuple(map(arguments, args))
+        output = inner(*args, **kwargs)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
+
+    module.forward = forward
+
+
+def local(value: Any) -> Any:
+    """This rank's part of a DTensor, with a gradient; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`*` is one part between dots."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _region_of(name: str, styles: Mapping[str, TensorStyle]) -> str | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if styles.get(name) in ("region", "sum"):
+            return name
+    return None

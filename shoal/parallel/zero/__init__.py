@@ -1,0 +1,1 @@
+"""DeepSpeed from the inside: where ZeRO keeps its partitions, and what it cannot compute."""

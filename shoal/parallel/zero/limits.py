@@ -1,0 +1,80 @@
+"""What DeepSpeed would compute otherwise than every other layout, or not at all: refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import UserError
+from shoal.parallel.zero.partition import is_here
+from shoal.types import TrainState
+
+BY_ELEMENT = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD"}
+"""torch's optimizers that treat every element by itself, so that stepping a stretch of elements is stepping all."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses what is not the same on a stretch of all parameters laid end to end as on each of them."""
+    kind = type(optimizer)
+    if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim"):
+        raise UserError(
+            f"distributed.strategy = deepspeed steps flat parts of parameters, which {kind.__name__} is not known to "
+            f"take one element at a time; use one of torch.optim's {', '.join(sorted(BY_ELEMENT))}, or strategy ddp"
+        )
+    if optimizer.state:
+        raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
+
+
+def check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(
+                f"{name} is a number without dimensions, which DeepSpeed does not take; give it the shape (1,), or use "
+                "strategy ddp"
+            )
+
+
+def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
+    """Parameters that are stepped together have one count of steps."""
+    counted = {name for name in members if any(not value.shape for value in state.optimizer.get(name, {}).values())}
+    if counted and (new := sorted(members.keys() - counted)):
+        raise UserError(
+            f"{new[0]} has no optimizer state in the checkpoint and {min(counted)} has, but DeepSpeed counts their "
+            "steps together; go on with another distributed.strategy"
+        )
+
+
+class LookedAt:
+    """A recipe whose loss is not to read weights that are elsewhere: under ZeRO-3 they are empty between modules."""
+
+    def __init__(self, recipe: Any, model: nn.Module):
+        self._recipe, self._model = recipe, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recipe, name)
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        with _NoEmptyWeights({p: name for name, p in self._model.named_parameters()}):
+            loss: Tensor = self._recipe.loss(output, batch)
+            return loss
+
+
+class _NoEmptyWeights(TorchFunctionMode):
+    def __init__(self, names: Mapping[nn.Parameter, str]):
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = [*args, *(kwargs or {}).values()] if func.__name__ not in ("__get__", "__set__") else []
+        told += [inner for value in told if isinstance(value, list | tuple) for inner in value]
+        for value in told:
+            if isinstance(value, nn.Parameter) and value in self.names and not is_here(value):
+                raise UserError(
+                    f"the recipe's loss reads {self.names[value]}, which is on other ranks under ZeRO stage 3, except "
+                    "while its module computes; compute it in a module, or use stage 2"
+                )
+        return func(*args, **(kwargs or {}))

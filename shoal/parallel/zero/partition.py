@@ -1,0 +1,390 @@
+"""DeepSpeed from the inside. All that shoal uses of it and that it does not document is in this file, with the reason;
+what its files look like is in checkpoint/deepspeed.py.
+
+ZeRO keeps what it splits in flat tensors: a rank's part of a parameter is a stretch of its elements, in the order they
+lie in memory, that begins and ends anywhere. A checkpoint wants rows. `exchange` makes one of the other, a parameter
+at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import pairwise
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.errors import UserError
+from shoal.tensors import replace_parameters
+from shoal.torch_private import as_rows
+
+_LINEAR = nn.functional.linear
+# The newer name since torch 2.13, where the old one warns.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Stretch(NamedTuple):
+    """Some of the elements of a flattened tensor, one after the other."""
+
+    start: int
+    numel: int
+
+    def overlap(self, other: Stretch) -> Stretch:
+        start = max(self.start, other.start)
+        return Stretch(start, max(0, min(self.start + self.numel, other.start + other.numel) - start))
+
+
+NOTHING = Stretch(0, 0)
+
+
+def is_installed() -> bool:
+    """A folder of that name beside a config would be importable too, as a package without files."""
+    spec = find_spec("deepspeed")
+    return spec is not None and spec.origin is not None
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, for this kind of device. On import it would otherwise guess, and say so."""
+    if not is_installed():
+        raise UserError(
+            "strategy deepspeed, and its checkpoints, need the package deepspeed: pip install 'shoal[deepspeed]'"
+        )
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    with _silent():  # it tries compilers, which complain
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+    # Its own collectives by their older names, since torch 2.13.
+    warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what matters of it is in the report
+    if get_accelerator().device_name() != device.type:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CPU_Accelerator() if device.type == "cpu" else CUDA_Accelerator())
+    return deepspeed
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Also for programs that are started meanwhile."""
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+class Connection:
+    """From a process group's beginning to its end: what DeepSpeed has to find in the environment, and leaves behind."""
+
+    def __init__(self, deepspeed: Any, device: torch.device, local_size: int):
+        self._deepspeed = deepspeed
+        # It takes the number of its device from LOCAL_RANK, which is another one where ranks share a device.
+        self._variables = {"LOCAL_RANK": str(device.index or 0), "LOCAL_SIZE": str(local_size)}
+        self._before: dict[str, str | None] = {}
+
+    def open(self) -> None:
+        self._forget()  # a run that failed in this process may have left its groups
+        self._before = {name: os.environ.get(name) for name in self._variables}
+        os.environ |= self._variables
+        # It would compile a shared-memory collective on first use, for two minutes.
+        self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self._deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+    def close(self) -> None:
+        self._forget()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+
+    def _forget(self) -> None:
+        """The process group, which is about to end, and what was changed for the whole process."""
+        from deepspeed.utils import groups
+
+        self._deepspeed.comm.comm.cdb = None
+        groups._release_process_group_references()
+        nn.functional.linear = _LINEAR  # ZeRO-3's does not keep the weight for the backward
+
+
+class Partition:
+    """Where the optimizer that ZeRO wraps keeps its part of every parameter, by the parameter's name."""
+
+    def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]):
+        self.engine, self.zero, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
+        self.base: Optimizer = self.zero.optimizer
+        self._share_weights()
+        self.group: dict[str, int] = {}
+        """Of those that are trained: which of `flats` they lie in."""
+        self.offset: dict[str, int] = {}
+        """And where in it this rank's elements begin."""
+        self.own: dict[str, Stretch] = {}
+        """Which elements of the parameter they are."""
+        for parameter, name in names.items():
+            self.own[name] = self._own_part(parameter)
+        for group, parameters in enumerate(self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups):
+            for parameter in parameters:
+                self.group[names[parameter]] = group
+                self.offset[names[parameter]] = self._place(parameter)
+        self.members: dict[int | None, dict[str, nn.Parameter]] = {}
+        """Parameters by the group they are stepped in; None has those that are not."""
+        for parameter, name in names.items():
+            self.members.setdefault(self.group.get(name), {})[name] = parameter
+        everyone: list[dict[str, Stretch]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self.own)
+        self.stretches = {name: [rank[name] for rank in everyone] for name in names.values()}
+
+    def _share_weights(self) -> None:
+        """DeepSpeed steps a copy of this rank's weights, also where they are of the type and in the place of those
+        that compute: let it be the same memory. What it then does after a step is to copy one onto itself.
+        """
+        if self.stage == 3:
+            computing = self.zero.fp16_partitioned_groups_flat
+        else:
+            computing = [parts[dist.get_rank()] for parts in self.zero.parallel_partitioned_bit16_groups]
+        for group, (flat, same) in enumerate(zip(self.flats, computing, strict=True)):
+            in_memory = same is not None and not self.on_disk(group)
+            if in_memory and (flat.dtype, flat.device) == (same.dtype, same.device):
+                flat.data = same
+        if self.stage < 3:
+            self.zero._link_all_hp_params()  # it looks at them by views of the old memory
+
+    def _own_part(self, parameter: Any) -> Stretch:
+        if self.stage == 3:
+            share = parameter.partition_numel()
+            start = min(dist.get_rank() * share, parameter.ds_numel)
+            return Stretch(start, min(share, parameter.ds_numel - start))
+        mapping = getattr(parameter, "_hp_mapping", None)
+        return Stretch(mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel) if mapping else NOTHING
+
+    def _place(self, parameter: Any) -> int:
+        if self.stage == 3:
+            _, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            return int(offset)
+        return parameter._hp_mapping.hp_fragment_address.start if parameter._hp_mapping else 0
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """What the optimizer steps: the fp32 weights of this rank."""
+        return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+
+    def on_disk(self, group: int | None) -> bool:
+        """Whether the optimizer's part of a group is in files, of which memory sees one group at a time."""
+        return self.stage == 3 and group is not None and bool(self.zero._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def at_hand(self, group: int | None) -> Iterator[None]:
+        """To read what the optimizer has of a group."""
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if self.on_disk(group):
+            self.zero._release_swap_buffers(group)
+
+    @contextmanager
+    def to_change(self, group: int | None) -> Iterator[None]:
+        """To put weights and slots into a group; under ZeRO-3 the weights that compute follow."""
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if self.stage == 3 and group is not None:
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self.on_disk(group):
+            self.zero._optimizer_states_and_gradient_swap_out(group)
+
+    def part(self, name: str, flat: Tensor) -> Tensor:
+        """This rank's elements of a parameter, in a tensor that lies as the one of `flats` does."""
+        return flat.detach()[self.offset[name] :][: self.own[name].numel]
+
+    def weights(self, name: str, parameter: Any) -> Tensor:
+        """This rank's elements of a parameter under ZeRO-3, in fp32; padding is left out."""
+        if name in self.group:
+            return self.part(name, self.flats[self.group[name]])
+        with _in_memory(parameter) as moved:
+            own: Tensor = parameter.ds_tensor.detach()[: self.own[name].numel]
+            return own.clone() if moved else own
+
+    def put_weights(self, name: str, parameter: Any, own: Tensor) -> None:
+        if name in self.group:
+            self.part(name, self.flats[self.group[name]]).copy_(own)
+        else:
+            with _in_memory(parameter, write=True):
+                parameter.ds_tensor.detach()[: len(own)].copy_(own)
+
+    def slots(self, name: str) -> dict[str, Tensor]:
+        """What the optimizer keeps for this rank's elements of a parameter; and numbers it keeps for all of them."""
+        if name not in self.group:
+            return {}
+        flat = self.flats[self.group[name]]
+        kept = {slot: value for slot, value in self.base.state.get(flat, {}).items() if isinstance(value, Tensor)}
+        return {slot: self.part(name, value) if value.shape == flat.shape else value for slot, value in kept.items()}
+
+    def forget_slots(self) -> None:
+        self.base.state.clear()
+        if self.stage == 3 and self.zero.swap_optimizer:
+            self.zero.optimizer_swapper.purge_state()
+
+    def new_slot(self, name: str, slot: str) -> Tensor:
+        """A place for this rank's elements; zeros for all others of its flat tensor that are not put in."""
+        flat = self.flats[self.group[name]]
+        state = self.base.state[flat]
+        if slot not in state:
+            state[slot] = torch.zeros_like(flat, requires_grad=False)
+        return self.part(name, state[slot])
+
+    def set_number(self, name: str, slot: str, value: Tensor) -> Tensor:
+        """What is one for all elements of a flat tensor, such as how often they were stepped; returns what it is."""
+        flat = self.flats[self.group[name]]
+        kept: Tensor = self.base.state[flat].setdefault(slot, value.to(flat.device, copy=True))
+        return kept
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        """What this rank holds of all weights: to compute with, and to step if that is not the same memory."""
+        held: list[Tensor] = [*model.parameters(), *self.flats]
+        held += [p.ds_tensor for p in model.parameters() if self.stage == 3]  # type: ignore[attr-defined]
+        storages = [tensor.untyped_storage() for tensor in held]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After all weights and slots were put in."""
+        if self.stage < 3:
+            self.zero.refresh_fp32_params()
+            if all(flat in self.base.state for flat in self.flats):
+                # It holds views of the optimizer's tensors, and with them the memory of those that were before.
+                self.zero._hp_optimizer_states_linked = False
+                self.zero._lazy_init_hp_params_optimizer_state()
+            return
+        self.engine.empty_partition_cache()
+        if kept := self.zero.persistent_parameters:  # small ones that stay whole on every rank
+            kept[0].all_gather(kept)
+
+    def step(self, max_norm: float | None, loss_scale: float) -> tuple[Tensor | float, bool]:
+        """Updates; returns the norm and whether it was skipped."""
+        zero = self.zero
+        zero.clip_grad, zero.external_loss_scale, zero.custom_loss_scaler = max_norm or 0.0, loss_scale, True
+        try:
+            self.engine.step()
+        finally:
+            zero.custom_loss_scaler = False  # or the next loss would be multiplied by it again
+        return self.engine.get_global_grad_norm(), bool(zero.overflow)
+
+
+@contextmanager
+def _in_memory(parameter: Any, write: bool = False) -> Iterator[bool]:
+    """This rank's part of weights that may be on a disk; whether they are."""
+    moved = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    if moved:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    yield moved
+    if moved and write:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
+    elif moved:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+
+
+def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters on meta become DTensors there, so that each rank is given its rows alone."""
+
+    def rows_of(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        shape = tuple(parameter.shape)
+        own = row_stretches(shape, mesh.size())[mesh.get_local_rank()]
+        rows = own.numel // max(1, prod(shape[1:]))
+        local = torch.empty(rows, *shape[1:], dtype=parameter.dtype, device="meta")
+        return nn.Parameter(as_rows(local, shape, mesh), requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, rows_of)
+
+
+@torch.no_grad()
+def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Partitions a model for ZeRO-3, one parameter at a time, so that no rank ever holds more than one of them whole.
+
+    What comes in rows is gathered first. The optimizer, built while parameters still had their shapes, follows.
+    """
+    init = deepspeed.zero.Init(config_dict_or_path=config)  # which says no half precision, so fp32
+    _use_lean_linear()
+
+    def partitioned(parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, DTensor):
+            parameter = nn.Parameter(_gather_rows(parameter), requires_grad=parameter.requires_grad)
+        init._convert_to_zero_parameters([parameter])
+        return parameter
+
+    made = replace_parameters(model, partitioned)
+    for group in optimizer.param_groups:
+        group["params"] = [made[id(parameter)] for parameter in group["params"]]
+
+
+def _use_lean_linear() -> None:
+    """DeepSpeed's keeps a parameter for the backward, not its gathered memory; but it rounds before it adds a bias."""
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    class Lean(LinearFunctionForZeroStage3):
+        @staticmethod
+        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return _LINEAR(input, weight, bias)
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return Lean.apply(input, weight, bias)
+
+    nn.functional.linear = linear
+
+
+def is_here(parameter: Any) -> bool:
+    """Whether a parameter has its elements at this moment, under ZeRO-3."""
+    return bool(parameter.ds_status.name == "AVAILABLE")
+
+
+def _gather_rows(tensor: DTensor) -> Tensor:
+    ranks, rows = tensor.device_mesh.size(), len(tensor)
+    local, most = tensor.to_local().detach(), ceil(rows / ranks)
+    padded = local.new_zeros(most, *tensor.shape[1:])
+    padded[: len(local)] = local
+    gathered = local.new_empty(ranks * most, *tensor.shape[1:])
+    _gather_into(gathered, padded)
+    return gathered[:rows].clone()  # its own memory, without what fills it up
+
+
+def row_stretches(shape: tuple[int, ...], ranks: int) -> list[Stretch]:
+    """The elements that ranks hold of a tensor that is cut along its first dimension, as DTensor's Shard(0) cuts."""
+    rows, row = shape[0], prod(shape[1:])
+    most = ceil(rows / ranks)
+    starts = [min(rank * most, rows) for rank in range(ranks + 1)]
+    return [Stretch(start * row, (end - start) * row) for start, end in pairwise(starts)]
+
+
+def exchange(own: Tensor, before: list[Stretch], after: list[Stretch]) -> Tensor:
+    """From the elements that this rank has of a tensor those it is to have, all ranks at once.
+
+    Through the host's memory, where they are going or come from; unless every rank has what it is to have.
+    """
+    if before == after:
+        return own
+    rank = dist.get_rank()
+    give = [before[rank].overlap(to) for to in after]
+    take = [after[rank].overlap(source) for source in before]
+    sent = torch.cat([own[s.start - before[rank].start :][: s.numel] for s in give]).cpu()
+    got = torch.empty(sum(s.numel for s in take), dtype=own.dtype)
+    dist.all_to_all_single(got, sent, [s.numel for s in take], [s.numel for s in give])
+    return got

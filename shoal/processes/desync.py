@@ -1,0 +1,52 @@
+"""An alarm for replicas that drifted apart: a cheap hash of every parameter, and of the samples a step took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.tensors import fingerprint, local_part
+from shoal.types import MicroBatch
+
+
+class Desync(RuntimeError):
+    """Ranks that should agree do not."""
+
+
+def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Compares a hash of what this rank holds of each tensor over the ranks of `group`, which should hold the same.
+
+    Names the first rank and tensor that differ.
+    """
+    names = list(named)
+    own = torch.stack([fingerprint(local_part(tensor)) for tensor in named.values()])
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, hashes in zip(ranks, told, strict=True):
+        different = (hashes != told[0]).nonzero().flatten().tolist()
+        if different:
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            first = names[different[0]]
+            raise Desync(f"replicas drifted apart: {first}{more} on rank {rank} is not what rank {ranks[0]} has")
+
+
+def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[int, int]]) -> None:
+    """Compares the (epoch, id) of all samples that the ranks took in a step with those the step should have."""
+    taken = [key for micro in micro_batches if micro.weight for key in zip(micro.epochs, micro.ids, strict=True)]
+    told: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, taken)
+    left = Counter(expected)
+    for rank, keys in enumerate(told):
+        for epoch, sample in keys:
+            left[epoch, sample] -= 1
+            if left[epoch, sample] < 0:
+                raise Desync(f"rank {rank} took sample {sample} of epoch {epoch}, which is not its own in this step")
+    missing = [key for key, times in left.items() if times > 0]
+    if missing:
+        epoch, sample = missing[0]
+        raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {len(missing) - 1} others of this step")

@@ -1,0 +1,74 @@
+"""The tensors of a model by name, and the part of each that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.torch_private import shape_and_offset
+
+_INTEGER_OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank holds, in the same memory; all of it if it is not sharded."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_slices(tensor: Tensor) -> list[slice]:
+    """Returns where this rank's part lies in the logical tensor, one slice per dimension."""
+    if not isinstance(tensor, DTensor):
+        return [slice(0, size) for size in tensor.shape]
+    shape, offset = shape_and_offset(tensor)
+    return [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+
+
+def logical_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the whole tensor. A parameter that ZeRO-3 has partitioned is empty; DeepSpeed keeps its
+    shape in an attribute."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yields every parameter and persistent buffer once, with all the names it has (tied weights have several)."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    yield from found.values()
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and persistent buffers by name; a tied one appears once, under its first name."""
+    return {names[0]: tensor.detach() for tensor, names in tensors_with_names(model)}
+
+
+def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:
+    """Puts `replace(parameter)` in the place of each parameter, and returns the new ones by the id of the old.
+
+    A parameter that is tied to another is replaced once, so that the two stay tied.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = replace(parameter)
+            module._parameters[key] = replaced[id(parameter)]
+    return replaced
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Returns the sum of a tensor's bits, read as integers, in one pass over its memory.
+
+    Reads eight bytes at a time where the size allows it: a CPU takes ten times as long to widen smaller integers.
+    """
+    flat = tensor.contiguous().view(-1)
+    if flat.nbytes % 8:
+        return flat.view(_INTEGER_OF_SIZE[flat.element_size()]).sum(dtype=torch.int64)
+    if flat.storage_offset() * flat.element_size() % 8:  # a view as int64 needs aligned memory
+        flat = flat.clone()
+    return flat.view(torch.int64).sum()

@@ -1,0 +1,228 @@
+"""Cross-entropy over the head in chunks of tokens, so that the logits of a whole batch never exist.
+
+With a large vocabulary they are by far the largest tensor of a step, in float32 and several times over. Here each
+chunk's loss and gradients are computed at once and its logits forgotten; the backward only multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
+from shoal.types import IGNORED, ParallelPlan
+
+Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Tensor, Tensor | None]]
+
+
+class ChunkedHead:
+    """Takes the place of a head's `forward`. Inside of `scoring` the head returns the loss, elsewhere its logits."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ParallelPlan,
+        chunks: int,
+        compiled: bool = False,
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        """`tensor` has ranks that each make the logits of some tokens."""
+        self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
+        """Why the head scores itself, and how to do without; for errors."""
+        if plan.head is None:
+            raise UserError(
+                f"{self.cause}, but the recipe's plan names no head to make logits of some tokens at a time; "
+                f"{self.advice}, or name the head in the recipe's parallel_plan"
+            )
+        if tensor is not None:  # then also without chunks
+            self.cause = f"distributed.mesh.tp = {tensor.size} cuts the head {plan.head!r}, which then gives the loss"
+            self.advice = "take its style vocabulary, and the embedding's, out of the recipe's parallel_plan"
+        module = model.get_submodule(plan.head)
+        self._linear = module if type(module).forward is nn.Linear.forward else None
+        if self._linear is None and next(module.parameters(), None) is not None:
+            raise UserError(
+                f"{self.cause}, and a head that gives the loss is an nn.Linear or owns no parameters, but "
+                f"{plan.head!r} is a {type(module).__name__}; {self.advice}"
+            )
+        self.num_scored = 0
+        """How often the head returned a loss: proof that it engaged."""
+        self._chunks = chunks
+        self._score: Scoring = torch.compile(_score) if compiled else _score
+        self._tensor = tensor
+        self._labels: Tensor | None = None
+        self._scale: Tensor | None = None
+        self._logits = module.forward
+        module.forward = self._forward
+
+    @contextmanager
+    def scoring(self, labels: Tensor, scale: Tensor | None = None) -> Iterator[None]:
+        """Around one call of the model: the head returns the sum of the cross-entropy over labels that are not -100.
+
+        `scale` is what the loss will be backed through with, `loss.backward(scale)`. Gradients are computed with it
+        already in the forward, because those of fp16 would vanish without.
+        """
+        self._labels, self._scale = labels, scale
+        try:
+            yield
+        finally:
+            self._labels = self._scale = None
+
+    def _forward(self, hidden: Tensor, *weight: Tensor) -> Tensor:
+        if self._labels is None:
+            return self._logits(hidden, *weight)
+        return self._loss(hidden, *weight)
+
+    @torch.compiler.disable  # a model that is compiled whole ends its graph here
+    def _loss(self, hidden: Tensor, *weights: Tensor) -> Tensor:
+        assert self._labels is not None
+        self.num_scored += 1
+        bias, score = None, self._score
+        if self._linear is not None:
+            whole: Any = self._linear.weight
+            vocabulary, weight, bias = len(whole), local(whole).mT, local(self._linear.bias)
+        else:
+            vocabulary = weights[0].shape[-1]
+            weight = local(weights[0])
+        if self._tensor is not None:
+            hidden = self._tensor.enter(hidden)
+            first = self._tensor.rank * -(-vocabulary // self._tensor.size)
+            score = partial(_score_part, group=self._tensor.group, first=first)
+        hidden, labels = hidden.flatten(0, -2), self._labels.flatten()
+        if len(hidden) != len(labels):
+            raise UserError(
+                f"{self.cause}, but the head is called on {len(hidden)} tokens for {len(labels)} labels; {self.advice}"
+            )
+        # Under no_grad parameters still say that they require a gradient.
+        wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, self._scale, self._chunks, wanted, score)
+        assert isinstance(loss, Tensor)
+        return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed cross-entropy of hidden (tokens, embd) @ weight (embd, vocab) + bias against labels (tokens,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: Tensor | None,
+        chunks: int,
+        wanted: list[bool],
+        score: Scoring,
+    ) -> Tensor:
+        kind = hidden.device.type
+        # As autocast would, but the weight once and not for every chunk.
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if scale is not None:
+            # Fillers are backed through with 0, which nothing could be divided by afterwards.
+            scale = torch.where(scale == 0, 1.0, scale)
+        total = torch.zeros((), device=hidden.device)
+        # Sums over chunks are kept wide; a token's own gradient is no sum over chunks. Strides are the weight's, so
+        # that a transposed one gets a gradient which lies as it does.
+        wide = torch.promote_types(dtype, torch.float32)
+        to_hidden = torch.empty_like(hidden) if wanted[0] else None
+        to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        to_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        size = max(1, -(-len(labels) // chunks))
+        with torch.autocast(kind, enabled=False):
+            for start in range(0, len(labels), size):
+                part = slice(start, start + size)
+                logits = F.linear(hidden[part], weight.mT, bias)
+                loss, to_logits = score(logits, labels[part], scale, dtype if any(wanted) else None)
+                total += loss
+                if to_logits is None:
+                    continue
+                if to_hidden is not None:
+                    torch.mm(to_logits, weight.mT, out=to_hidden[part])
+                if to_weight is not None:
+                    _add_product(to_weight, hidden[part].mT, to_logits)
+                if to_bias is not None:
+                    to_bias += to_logits.sum(0, dtype=wide)
+                del logits, to_logits  # before the next ones are made
+        ctx.gradients, ctx.scale = (to_hidden, to_weight, to_bias), scale
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("a loss made in chunks can be backed through once: its gradients are not kept")
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = grad_output if ctx.scale is None else grad_output / ctx.scale
+        scaled = (
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return *scaled, None, None, None, None, None
+
+
+def _score(
+    logits: Tensor, labels: Tensor, scale: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a chunk and, in `dtype` unless that is None, `scale` times its gradient by the logits.
+
+    In float32 and in place: the logits are overwritten. Compiled, the wide numbers never reach memory.
+    """
+    logits = logits.float()
+    counted = labels != IGNORED
+    chosen = labels.where(counted, 0)[:, None]
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    loss = (normaliser - logits.gather(-1, chosen))[:, 0].where(counted, 0).sum()
+    if dtype is None:
+        return loss, None
+    weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
+    # By comparing and not by writing at the labels: that could not be fused, and is refused by deterministic GPUs.
+    right = torch.arange(logits.shape[-1], device=logits.device) == chosen
+    return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+
+
+def _score_part(
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    group: dist.ProcessGroup,
+    first: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The same where the logits are those of the tokens from `first` on, and other ranks have the others."""
+    logits = logits.float()
+    counted = labels != IGNORED
+    chosen = (labels - first)[:, None]
+    own = counted[:, None] & (chosen >= 0) & (chosen < logits.shape[-1])
+    highest = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    picked = logits.gather(-1, chosen.where(own, 0)).where(own, 0)
+    sums = torch.stack(((logits - highest).exp().sum(-1, keepdim=True), picked))
+    dist.all_reduce(sums, group=group)
+    normaliser = highest + sums[0].log()
+    loss = (normaliser - sums[1])[:, 0].where(counted, 0).sum()
+    if dtype is None:
+        return loss, None
+    weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
+    right = torch.arange(logits.shape[-1], device=logits.device) == chosen
+    return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, whatever the type and the order of strides of the total."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_contiguous():
+        total += left @ right
+    else:
+        total.mT.add_(right.mT @ left.mT)

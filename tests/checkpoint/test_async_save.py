@@ -1,0 +1,153 @@
+"""Saving in the background: the same bits, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ToyRun
+from pool import Pool
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shoal.checkpoint import async_save as saver_module
+from shoal.checkpoint import open_checkpoint
+from shoal.checkpoint.async_save import Saver
+from shoal.checkpoint.file import write_safetensors
+from shoal.config import load_run
+from shoal.training import train
+from shoal.types import TrainState
+
+
+def sharded_state(scale: float = 1.0) -> TrainState:
+    whole = torch.arange(35.0).view(7, 5) * scale
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = {
+            "cut": distribute_tensor(whole, mesh, [Shard(0)]),
+            "same": distribute_tensor(whole, mesh, [Replicate()]),
+        }
+    else:
+        model = {"cut": whole.clone(), "same": whole.clone()}
+    return TrainState(model, {"cut": {"step": torch.tensor(scale)}}, {"scale": torch.tensor(2.0)})
+
+
+def write_and_change(folder: str) -> int:
+    """Saves, and changes everything at once, as the next step does."""
+    saver = Saver(background=True)
+    state = sharded_state()
+    saver.save(Path(folder), state, {"step": 1}, {})
+    for tensor in [*state.model.values(), state.optimizer["cut"]["step"], state.strategy["scale"]]:
+        tensor.mul_(-1)
+    saver.wait()
+    return saver.staging_bytes
+
+
+def test_what_is_saved_is_what_was_there(pool2: Pool, tmp_path: Path) -> None:
+    staged = pool2.run(write_and_change, str(tmp_path / "two"))
+    expected = sharded_state()
+    read = open_checkpoint(tmp_path / "two").read()
+    for name, tensor in expected.model.items():
+        assert torch.equal(read.model[name], tensor)
+    assert read.optimizer["cut"]["step"] == 1
+    assert read.strategy["scale"] == 2
+    assert sum(staged) == 2 * 35 * 4 + 8  # each thing once, over both ranks
+
+
+def test_buffers_are_allocated_once(tmp_path: Path) -> None:
+    saver = Saver(background=True)
+    addresses = []
+    for step in (1, 2, 3):
+        saver.save(tmp_path / f"{step}", sharded_state(step), {"step": step}, {})
+        addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
+        saver.wait()
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert torch.equal(open_checkpoint(tmp_path / "3").read().model["cut"], sharded_state(3).model["cut"])
+
+
+def test_the_loop_goes_on_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, order = threading.Event(), []
+    publish = saver_module.publish
+
+    def slow(folder: Path, *args: Any) -> None:
+        disk.wait(20)
+        publish(folder, *args)
+        order.append(folder.name)
+
+    monkeypatch.setattr(saver_module, "publish", slow)
+    saver = Saver(background=True)
+    saver.save(tmp_path / "1", sharded_state(1), {"step": 1}, {})
+    assert not saver.idle
+    assert not (tmp_path / "1").exists()
+    threading.Timer(0.3, disk.set).start()
+    saver.save(tmp_path / "2", sharded_state(2), {"step": 2}, {})
+    assert order == ["1"]  # never two at once
+    saver.wait()
+    assert order == ["1", "2"]
+    assert saver.idle
+
+
+def save_to_nowhere(folder: str) -> list[str]:
+    saver = Saver(background=True)
+    blocked = Path(folder) / "file"
+    if dist.get_rank() == 0:
+        blocked.write_text("not a folder")
+    dist.barrier()
+    saver.save(blocked / "step", sharded_state(), {"step": 1}, {})
+    told = []
+    try:
+        saver.wait()
+    except OSError as error:
+        told.append(type(error).__name__)
+    saver.save(Path(folder) / "good", sharded_state(), {"step": 2}, {})
+    saver.wait()
+    return told
+
+
+def test_a_failure_is_told_on_every_rank_and_the_next_save_works(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(save_to_nowhere, str(tmp_path)) == [["NotADirectoryError"]] * 2
+    open_checkpoint(tmp_path / "good").read()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+)
+def test_the_library_reads_our_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "odd": (torch.randn(3, 5) * 10).to(dtype),
+        "ünï": (torch.randn(1) * 10).to(dtype),
+        "empty": torch.empty(0, 4, dtype=dtype),
+        "scalar": torch.tensor(1).to(dtype),
+        "other type": torch.randn(7),
+        "turned": (torch.randn(4, 6) * 10).to(dtype).T,
+    }
+    written = write_safetensors(tmp_path / "x.safetensors", tensors)
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        assert read[name].view(-1).view(torch.uint8).tolist() == tensor.contiguous().view(-1).view(torch.uint8).tolist()
+    assert written.nbytes == (tmp_path / "x.safetensors").stat().st_size
+
+
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).step
+
+
+def test_ranks_with_buffers_save_in_the_background(
+    toy: ToyRun, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    """What one rank alone says about memory must not talk to the others, which buffers of a state do."""
+    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden), nn.Tanh()")
+    keys = ["training.global_batch_size=8", "checkpoint.async_save=true", "training.max_steps=2"]
+    assert pool2.run(train_here, toy.config, keys, init=False) == [2, 2]
+    assert re.search(r"background from \d\.\d\d GiB", (toy.output / "report.txt").read_text())

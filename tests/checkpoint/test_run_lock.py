@@ -1,0 +1,323 @@
+"""One folder, one run: who is refused, who takes over, and that it is never two."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+
+from shoal.checkpoint import find_latest_checkpoint
+from shoal.checkpoint import run_lock as lease
+from shoal.checkpoint.run_lock import Holder, Lease
+from shoal.errors import UserError
+
+SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.5)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on this process is on another machine than whoever came before."""
+    return lambda: monkeypatch.setattr(lease, "_host", lambda: "elsewhere")
+
+
+def left_behind(folder: Path, **changes: Any) -> Holder:
+    """A lock file whose holder does not touch it any more."""
+    holder = replace(Holder.here(), **changes)
+    (folder / "run.lock").write_text(json.dumps({**vars(holder), "heartbeat": "2026-01-01T00:00:00+00:00"}))
+    return holder
+
+
+def holder_of(folder: Path) -> Holder | None:
+    return Holder.parse((folder / "run.lock").read_text())
+
+
+def dead_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
+    with Lease(tmp_path) as held:
+        fields = json.loads((tmp_path / "run.lock").read_text())
+        assert fields["pid"] == os.getpid()
+        assert {"host", "job", "attempt", "started", "heartbeat"} <= fields.keys()
+        held.check()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("fast")
+def test_it_beats(tmp_path: Path) -> None:
+    with Lease(tmp_path) as held:
+        first, inode = held.path.stat().st_mtime_ns, held.path.stat().st_ino
+        time.sleep(0.5)
+        assert held.path.stat().st_mtime_ns > first
+        assert held.path.stat().st_ino == inode
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    with Lease(tmp_path) as held:
+        began = time.monotonic()
+        with pytest.raises(UserError) as refused, Lease(tmp_path):
+            pass
+        assert time.monotonic() < began + 1  # at the next beat
+        words = str(refused.value)
+        assert (
+            f"is in use by process {os.getpid()} on {held.holder.host} since {held.holder.started}, last seen" in words
+        )
+        assert "choose another experiment.output_dir" in words
+        assert "\n" not in words
+        held.check()
+        assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_a_dead_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
+    left_behind(tmp_path, pid=dead_process())
+    began = time.monotonic()
+    with Lease(tmp_path) as held:
+        assert time.monotonic() < began + 1
+        assert holder_of(tmp_path) == held.holder
+
+
+def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
+    left_behind(tmp_path, process_started="1")  # our own number, but begun long ago
+    with Lease(tmp_path) as held:
+        assert holder_of(tmp_path) == held.holder
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_live_holder_elsewhere_is_seen_to_beat(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+    with Lease(tmp_path) as held:
+        elsewhere()
+        with pytest.raises(UserError, match="is in use by process"), Lease(tmp_path):
+            pass
+        held.check()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("clock_seconds", [0, 100, -100])
+def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
+    tmp_path: Path, clock_seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file may bear a time of the future, or long ago: only that it does not change counts."""
+    left_behind(tmp_path, host="elsewhere")
+    stamp = time.time() + clock_seconds
+    os.utime(tmp_path / "run.lock", (stamp, stamp))
+    began = time.monotonic()
+    with Lease(tmp_path) as held:
+        assert 0.4 < time.monotonic() - began < 5
+        assert holder_of(tmp_path) == held.holder
+    waited = " on elsewhere since" in capsys.readouterr().err
+    assert waited == (clock_seconds >= 0)
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path) -> None:
+    """A machine that wakes up beats again: whoever comes first watches for a moment."""
+    left_behind(tmp_path, host="elsewhere")
+    os.utime(tmp_path / "run.lock", (1, 1))
+    waking = threading.Timer(0.05, os.utime, [tmp_path / "run.lock"])
+    waking.start()
+    with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+        pass
+    waking.join()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("content", [b"", b"\x80{}", b"[" * 9000])
+def test_a_file_that_makes_no_sense_is_replaced_when_it_is_old(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.lock").write_bytes(content)
+    os.utime(tmp_path / "run.lock", (1, 1))
+    with Lease(tmp_path) as held:
+        assert holder_of(tmp_path) == held.holder
+
+
+@pytest.mark.usefixtures("fast")
+def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+    first = Lease(tmp_path)
+    first.take()
+    first._stop.set()  # as if it were stopped
+    time.sleep(0.2)
+    os.utime(first.path, (1, 1))
+    elsewhere()
+    with Lease(tmp_path) as second:
+        first._beat()  # goes on, and writes no more than its own file
+        with pytest.raises(UserError, match=r"was taken over by process \d+ on elsewhere since \S+ while this"):
+            first.check()
+        first.release()
+        second.check()
+        assert holder_of(tmp_path) == second.holder
+
+
+def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
+    with Lease(tmp_path) as held:
+        held.path.unlink()
+        held.check()
+        assert holder_of(tmp_path) == held.holder
+        held.path.unlink()
+        tmp_path.rmdir()
+        held.check()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("fast")
+def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", no_links)
+    left_behind(tmp_path, pid=dead_process())
+    with Lease(tmp_path) as held:
+        held.check()
+        with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+            pass
+    assert not [*tmp_path.iterdir()]
+
+
+JOBS = [
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # twice in one allocation
+    ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, True),
+    ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+    (
+        {"SHOAL_LAUNCHER": "11", "TORCHELASTIC_RUN_ID": "attempt 9"},
+        {"SHOAL_LAUNCHER": "11", "TORCHELASTIC_RUN_ID": "attempt 10"},
+        True,
+    ),
+    (
+        {"SHOAL_LAUNCHER": "11", "TORCHELASTIC_RUN_ID": "attempt 0"},
+        {"SHOAL_LAUNCHER": "12", "TORCHELASTIC_RUN_ID": "attempt 1"},
+        False,
+    ),
+    ({}, {}, False),
+]
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(("before", "after", "takes_over"), JOBS)
+def test_a_later_attempt_of_the_same_job_takes_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: dict[str, str], takes_over: bool
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SHOAL_LAUNCHER", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    with Lease(tmp_path) as first:
+        for name, value in after.items():
+            monkeypatch.setenv(name, value)
+        if takes_over:
+            with Lease(tmp_path) as second:
+                second.check()
+                with pytest.raises(UserError, match="taken over"):
+                    first.check()
+        else:
+            with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+                pass
+            first.check()
+
+
+def _contend(folder: Path, start: Any, results: Any) -> None:
+    held = Lease(folder)
+    start.wait()
+    try:
+        held.take()
+    except UserError:
+        results.put("refused")
+        return
+    results.put("held")
+    time.sleep(60)  # until killed, so that nobody after it finds the folder free
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dead holder"])
+def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.05)
+    fork = multiprocessing.get_context("fork")
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if before != "nothing":
+            left_behind(folder, pid=dead_process())
+        start, results = fork.Barrier(8), fork.Queue()
+        processes = [fork.Process(target=_contend, args=(folder, start, results), daemon=True) for _ in range(8)]
+        for process in processes:
+            process.start()
+        try:
+            assert sorted(results.get(timeout=20) for _ in processes) == ["held"] + ["refused"] * 7
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+# Whole runs
+
+
+@pytest.fixture
+def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[subprocess.Popen[str]]:
+    """A run that has saved something and would go on for minutes."""
+    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
+    command = (*SHOAL, "training.max_steps=5000")
+    with subprocess.Popen(
+        command, cwd=toy.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            end = time.monotonic() + 60
+            while find_latest_checkpoint(toy.output) is None:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> None:
+    before = (toy.output / "config.yaml").read_text()
+    second = toy.shoal("train", "run.yaml", "logging.every=7")
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"shoal: error: experiment.output_dir = '{toy.output}' is in use by process ")
+    assert f" {running.pid} on " in second.stderr
+    assert len(second.stderr.splitlines()) == 1
+    assert (toy.output / "config.yaml").read_text() == before, "the second wrote nothing"
+    running.kill()
+    latest = find_latest_checkpoint(toy.output)
+    assert latest is not None
+    assert (toy.output / "run.lock").exists()
+    third = toy.train(f"training.max_steps={int(latest.name[5:]) + 2}")
+    assert third.first_step >= 2
+    assert not (toy.output / "run.lock").exists()
+
+
+def test_a_run_that_was_stopped_for_long_finds_the_folder_taken(
+    toy: ToyRun, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.5)
+    with Lease(toy.output) as taken:
+        running.send_signal(signal.SIGCONT)
+        _, errors = running.communicate(timeout=30)
+        taken.check()
+    assert running.returncode == 2
+    assert errors.startswith(f"shoal: error: {toy.output} was taken over by process {os.getpid()} on ")
+    assert len(errors.splitlines()) == 1
