@@ -11,7 +11,7 @@ from pathlib import Path
 def count(path: Path) -> int:
     """Returns the number of statements in a file; a string that stands alone, such as a docstring, is none."""
     statements = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt))
-    return sum(not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in statements)
+    return sum(not (isinstance(s, ast.Expr) and isinstance(getattr(s.value, "value", None), str)) for s in statements)
 
 
 package = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "shoal")
