@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,13 @@ __all__ = [
     "TorchDispatchMode",
     "as_rows",
     "as_shard",
+    "call_without_hooks",
     "compiled_graphs",
     "set_group_timeout",
     "shape_and_offset",
     "skip_greeting_itself",
     "storage_key",
+    "times_written",
     "uncompiled",
 ]
 
@@ -88,6 +91,22 @@ def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]
         shape[dimension] = min(chunk, shape[dimension] - start)
         offset[dimension] += start
     return tuple(shape), tuple(offset)
+
+
+def times_written(tensor: Tensor) -> int:
+    """Returns how often something wrote to a tensor in place: autograd counts it on the host."""
+    return tensor._version
+
+
+def call_without_hooks(module: nn.Module) -> Callable[[], None]:
+    """Makes `module(...)` call the forward alone, without hooks, until the returned function is called."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = module.forward  # type: ignore[assignment]
+
+    def undo() -> None:
+        module._compiled_call_impl = before
+
+    return undo
 
 
 def skip_greeting_itself(stage: PipelineStage) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from shoal.seeding import SampleRng
 
 
 TensorStyle = Literal["column", "row", "vocabulary", "region", "sum", "sequence"] | int
@@ -87,6 +89,18 @@ class TrainState:
     optimizer: dict[str, dict[str, Tensor]]
     strategy: dict[str, Tensor] = field(default_factory=dict)
     """What the layout itself keeps, such as the loss scale of fp16."""
+
+
+class Objective(Protocol):
+    """What a strategy needs of a recipe."""
+
+    def prepare_batch(self, batch: Any, rng: SampleRng) -> Any: ...
+    def inputs(self, batch: Any) -> dict[str, Any]: ...
+    def count(self, batch: Any) -> Tensor | int: ...
+    def loss(self, output: Any, batch: Any) -> Tensor: ...
+    def labels(self, batch: Any) -> Tensor: ...
+    def sequence_length(self, batch: Any) -> int: ...
+    def split_sequence(self, batch: Any, index: int, parts: int) -> Any: ...
 
 
 @dataclass(frozen=True)

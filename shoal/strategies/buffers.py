@@ -1,30 +1,34 @@
-"""Buffers that a forward changes, such as BatchNorm's running means, where nobody but us keeps them equal."""
+"""Buffers that a forward changes, such as BatchNorm's running means, in engines that do not keep them equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
+
+from shoal.torch_private import times_written
 
 
 class MovingBuffers:
-    """Lets them start every step as rank 0 has them, as under DDP. Which they are is seen in the first step."""
+    """Lets such buffers start every step with rank 0's values, as DDP does. The first step shows which they are."""
 
     def __init__(self, broadcast: Callable[[Tensor], None]) -> None:
         self._broadcast = broadcast
-        self._names: list[str] | None = None
+        self._moving: list[str] | None = None
+        self._before: dict[str, tuple[int, int]] = {}
 
-    @contextmanager
-    def equal_at_start(self, model: nn.Module) -> Iterator[None]:
-        """Around a step's forwards."""
-        if self._names is not None:
-            for name in self._names:
-                self._broadcast(model.get_buffer(name))
-            yield
-            return
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        yield
-        after = dict(model.named_buffers())
-        self._names = [n for n, b in before.items() if n in after and not torch.equal(b, after[n])]
+    def before_step(self, model: nn.Module) -> None:
+        if self._moving is None:
+            self._before = _versions(model)
+        for name in self._moving or ():
+            self._broadcast(model.get_buffer(name))
+
+    def after_step(self, model: nn.Module) -> None:
+        if self._moving is None:
+            versions = _versions(model)
+            self._moving = [name for name, before in self._before.items() if versions.get(name, before) != before]
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Counts writes instead of comparing values, which would read the device."""
+    return {name: (id(buffer), times_written(buffer)) for name, buffer in model.named_buffers()}

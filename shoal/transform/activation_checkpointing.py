@@ -1,12 +1,10 @@
 """Activation checkpointing: what a block computes is computed again in the backward instead of being kept.
 
-`forward` is replaced on the instance, so names stay as they are and hooks on `__call__` stay outside; and by one
-function for all blocks, so that torch.compile sees one piece of code and makes one graph.
+It is a layer around the block's forward, so names stay as they are and hooks on `__call__` stay outside.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
@@ -23,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from shoal.errors import UserError
+from shoal.forward import add_layer
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
@@ -48,15 +47,9 @@ def apply_activation_checkpointing(model: nn.Module, plan: ParallelPlan, config:
             f"name their classes in {_KEY}.classes, or the blocks in the recipe's parallel_plan"
         )
     chosen = names[:: config.every]
-    forward = _recomputed_whole if config.mode == "full" else _recomputed_in_part
+    layer = _recompute_all if config.mode == "full" else _recompute_some
     for name in chosen:
-        module = model.get_submodule(name)
-        if "forward" in vars(module):
-            raise UserError(
-                f"{_KEY}.mode = {config.mode}, but {type(module).__name__} {name!r} already has a forward of its own, "
-                f"which would be lost; name other modules in {_KEY}.classes"
-            )
-        module.forward = types.MethodType(forward, module)
+        add_layer(model.get_submodule(name), layer)
     return chosen
 
 
@@ -65,22 +58,21 @@ def num_recomputed() -> int:
     return _Recomputing.times
 
 
-def _recomputed_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _recompute_all(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return checkpoint(_forward, module, kwargs, *args, use_reentrant=False)
-    return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_counted)
+        return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
+    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=_counted)
 
 
-def _recomputed_in_part(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_kept_by_operation)
-    return checkpoint(_forward, module, kwargs, *args, use_reentrant=False, context_fn=_kept_by_operation_counted)
+def _recompute_some(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    contexts = _kept_by_operation if torch.compiler.is_compiling() else _kept_by_operation_counted
+    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _forward(module: nn.Module, kwargs: dict[str, Any], *args: Any) -> Any:
+def _forward(forward: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
     # The keywords come as one argument because torch looks for devices, whose random state it has to put back for the
     # recomputation, in positional arguments alone.
-    return type(module).forward(module, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 class _Recomputing(AbstractContextManager[None]):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.forward import add_layer
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
 from shoal.types import IGNORED, ParallelPlan
 
@@ -59,8 +60,7 @@ class ChunkedHead:
         self._tensor = tensor
         self._labels: Tensor | None = None
         self._scale: Tensor | None = None
-        self._logits = module.forward
-        module.forward = self._forward
+        add_layer(module, self._forward)
 
     @contextmanager
     def scoring(self, labels: Tensor, scale: Tensor | None = None) -> Iterator[None]:
@@ -75,19 +75,19 @@ class ChunkedHead:
         finally:
             self._labels = self._scale = None
 
-    def _forward(self, hidden: Tensor, *weight: Tensor) -> Tensor:
-        if self._labels is None:
-            return self._logits(hidden, *weight)
-        return self._loss(hidden, *weight)
+    def _forward(self, forward: Callable[..., Tensor], hidden: Tensor, *weight: Tensor) -> Tensor:
+        return forward(hidden, *weight) if self._labels is None else self._loss(hidden, *weight)
 
     @torch.compiler.disable  # a model that is compiled whole ends its graph here
     def _loss(self, hidden: Tensor, *weights: Tensor) -> Tensor:
         assert self._labels is not None
         self.num_scored += 1
-        bias, score = None, self._score
+        bias: Tensor | None = None
+        score = self._score
         if self._linear is not None:
-            whole: Any = self._linear.weight
-            vocabulary, weight, bias = len(whole), local(whole).mT, local(self._linear.bias)
+            whole, bias = (self._linear._parameters[name] for name in ("weight", "bias"))  # not tp's views of them
+            assert whole is not None
+            vocabulary, weight, bias = len(whole), local(whole).mT, local(bias)
         else:
             vocabulary = weights[0].shape[-1]
             weight = local(weights[0])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
+from shoal.forward import compile_forward
 from shoal.types import ParallelPlan
 
 
 def apply_compile(model: nn.Module, plan: ParallelPlan) -> int:
-    """Compiles the plan's blocks in place, or the whole model if it has none. Names stay as they are.
+    """Compiles the plan's blocks in place, or the whole model if it has none; returns how many modules it compiled.
 
-    Only `forward` is compiled, and not `__call__`: hooks, such as those by which FSDP gathers a block's weights, run
-    outside. Like blocks share one graph, because graphs are kept by code and weights are inputs of them.
+    Only `forward` is compiled, not `__call__`, so that hooks such as those of fully_shard run outside of the graph.
     """
     modules = [model.get_submodule(name) for name in plan.blocks] or [model]
     for module in modules:
-        module.forward = torch.compile(module.forward)
+        compile_forward(module)
     return len(modules)

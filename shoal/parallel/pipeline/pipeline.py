@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
+from shoal.forward import add_layer
 from shoal.parallel.pipeline.stages import count_stages, follow_mode, stages_of
 from shoal.parallel.pipeline.wire import NOTE_LENGTH, Arrive, Leave, Shape, describe, read_note, shape_of, travelling
 from shoal.torch_private import skip_greeting_itself
@@ -32,7 +34,6 @@ _KEPT_SCHEDULES = 4  # each has buffers for all micro-batches of a step
 @dataclass
 class _Stage:
     module: nn.Module
-    forward: Callable[..., Any]
     index: int
     is_last: bool
     done: int = 0
@@ -56,8 +57,8 @@ class _Work:
 class Pipeline:
     """The stages of this rank, and a step through all of them.
 
-    Their `forward` is replaced on the instance, because torch has to see the module that was given to fully_shard:
-    it then reduces gradients once, after the last micro-batch. A stage can no longer be called by hand.
+    It is a layer around their forward, because torch has to see the module that was given to fully_shard: it then
+    reduces gradients once, after the last micro-batch. A stage can no longer be called by hand.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class Pipeline:
         self._rank_of = {s: r for r in range(self.size) for s in stages_of(r, self.size, schedule, virtual)}
         self.stages: list[_Stage] = []
         for module, index in zip(modules, stages_of(self.rank, self.size, schedule, virtual), strict=True):
-            stage = _Stage(module, module.forward, index, index == self.num_stages - 1)
-            module.forward = lambda hidden, stage=stage: self._compute(stage, *([hidden] if stage.index else []))
+            stage = _Stage(module, index, index == self.num_stages - 1)
+            add_layer(module, partial(self._compute, stage))
             self.stages.append(stage)
             if isinstance(module, FSDPModule) and schedule == "zbv":
                 # It looks for the weights' gradients by the parameters that were there in the forward.
@@ -198,19 +199,19 @@ class Pipeline:
             for work in dist.batch_isend_irecv(sends + receives):
                 work.wait()
 
-    def _compute(self, stage: _Stage, *arrived: Tensor) -> Tensor:
+    def _compute(self, stage: _Stage, forward: Callable[..., Any], arrived: Tensor) -> Tensor:
         """What a stage makes of the next micro-batch: the hidden state that travels on, or the score."""
         work, index = self._work, stage.done
         assert work is not None, "a stage of a pipeline cannot be called by itself"
         stage.done += 1
         if index >= len(work.inputs):
-            return self._compute_nothing(stage, *arrived)
+            return self._compute_nothing(stage, arrived)
         inputs = work.inputs[index]
         rows = self._rows(inputs)
-        if arrived:
-            inputs = {**inputs, self.entry: Arrive.apply(arrived[0], rows)}
+        if stage.index:
+            inputs = {**inputs, self.entry: Arrive.apply(arrived, rows)}
         with work.around(index):
-            output = stage.forward(**inputs)
+            output = forward(**inputs)
             if stage.is_last:
                 loss = work.score(output, index)
                 if loss.ndim:
@@ -227,14 +228,14 @@ class Pipeline:
             raise _ragged(hidden.shape[1:], shape[0])
         return Leave.apply(hidden, work.rows or rows)
 
-    def _compute_nothing(self, stage: _Stage, *arrived: Tensor) -> Tensor:
+    def _compute_nothing(self, stage: _Stage, arrived: Tensor) -> Tensor:
         """Beyond the step's micro-batches, where the schedule asks for more: no work, and gradients of 0."""
         assert self._work is not None
         assert self._work.rows
         if stage.is_last:
-            return arrived[0].sum(dtype=torch.float32) * 0
+            return arrived.sum(dtype=torch.float32) * 0
         hidden = self._buffer(stage.sent[self._shape(self._work.inputs[0])], self._work.rows).zero_()
-        return hidden + arrived[0].sum() * 0 if arrived else hidden.requires_grad_()
+        return hidden + arrived.sum() * 0 if stage.index else hidden.requires_grad_()
 
     def _begin(self, work: _Work) -> None:
         self._work = work

@@ -45,6 +45,16 @@ def choose_units(
     return units
 
 
+def check_shardable(model: nn.Module) -> None:
+    """Refuses parameters without dimensions, which neither fully_shard nor DeepSpeed can cut."""
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(
+                f"parameter {name} is a single number, which sharding cannot cut; give it the shape [1], or use "
+                "strategy ddp"
+            )
+
+
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
     there = {type(module).__name__ for module in model.modules()}
     for name in classes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import wraps
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.errors import UserError
+from shoal.forward import add_layer, view_parameters
 from shoal.parallel.collectives import gather_tokens, gather_vocabulary, scatter_tokens, sum_gradients, sum_over
 from shoal.parallel.pipeline.stages import PassThrough
 from shoal.types import ParallelPlan, TensorStyle
-
-View = Callable[[Tensor], Tensor | None]
 
 
 class TensorParallel:
@@ -38,6 +36,12 @@ class TensorParallel:
         self.size: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
         self.cut_parameters: list[str] = []
+        self._entering, self._entering_region, self._leaving = (
+            self._enter_layer,
+            self._enter_region_layer,
+            self._leave_layer,
+        )
+        self._used_in_part, self._used_by_some_tokens = self._view_used_in_part, self._view_used_by_some_tokens
         self.scattered = sequence
         """Whether each rank has some tokens between the boundaries. A text that does not come out even, such as the one
         token that generation adds, goes whole through all ranks."""
@@ -134,50 +138,68 @@ class TensorParallel:
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     def _apply_style(self, name: str, module: nn.Module, style: str, styles: Mapping[str, TensorStyle]) -> None:
-        inside = _region_of(name, styles) is not None
         match style:
             case "column":
-                see(module, local)
-                if not inside:
-                    change(module, before=self.enter)
+                view_parameters(module, local)
+                if _region_of(name, styles) is None:
+                    add_layer(module, self._entering)
             case "row":
-                bias = module._parameters.get("bias")
-                see(module, local, hidden=("bias",))
-                change(module, after=self.leave)
-                if bias is not None:
-                    change(module, after=lambda output: output + self._shared(module._parameters["bias"]))
+                view_parameters(module, local, hidden=("bias",))
+                add_layer(module, self._leaving)
+                if module._parameters.get("bias") is not None:  # added once, after the sum over ranks
+                    add_layer(module, lambda forward, *args: forward(*args) + self._shared(module._parameters["bias"]))
             case "vocabulary" if isinstance(module, nn.Embedding):
                 self._share_embedding(module)
             case "vocabulary":
                 self._share_head(module)
             case "region" | "sum":
-                change(module, before=self.enter, arguments=local)
+                add_layer(module, self._entering_region)
                 if style == "sum":
-                    change(module, after=self.leave)
+                    add_layer(module, self._leaving)
                 for key, member in module.named_modules(prefix=name):
-                    if key not in styles or key == name:  # every rank has its own part of their gradients
-                        see(member, self._used_in_part)
+                    if key not in styles or key == name:  # every rank computes a part of their gradients
+                        view_parameters(member, self._used_in_part)
             case "sequence" if self.sequence:
-                see(module, lambda parameter: sum_gradients(parameter, self.group))
+                view_parameters(module, self._used_by_some_tokens)
 
-    def _used_in_part(self, parameter: Tensor) -> Tensor:
-        """A cut one as it is here; of a whole one all ranks sum what they know of its gradient."""
+    # Layers, each bound once: torch.compile makes one graph for all blocks if they are the same objects everywhere.
+
+    def _enter_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Changes the first tensor that a module is called with."""
+        if args:
+            return forward(self.enter(args[0]), *args[1:], **kwargs)
+        first = next(iter(kwargs))
+        return forward(**{**kwargs, first: self.enter(kwargs[first])})
+
+    def _enter_region_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, and other positional arguments that are cut parameters become this rank's part."""
+        return self._enter_layer(lambda *args, **kwargs: forward(*map(local, args), **kwargs), *args, **kwargs)
+
+    def _leave_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Changes what a module returns; the first of several outputs, since attention also returns its weights."""
+        output = forward(*args, **kwargs)
+        return (self.leave(output[0]), *output[1:]) if isinstance(output, tuple) else self.leave(output)
+
+    def _view_used_in_part(self, parameter: Tensor) -> Tensor:
+        """Returns this rank's part of a cut parameter; the gradients of a whole one are summed over ranks."""
         return local(parameter) if isinstance(parameter, DTensor) else sum_gradients(parameter, self.group)
 
+    def _view_used_by_some_tokens(self, parameter: Tensor) -> Tensor:
+        """Each rank uses the parameter for its own tokens, so that their gradients are summed over ranks."""
+        return sum_gradients(parameter, self.group)
+
     def _shared(self, parameter: Tensor | None) -> Tensor:
-        """A parameter that all ranks have; with sequence parallelism each adds it to other tokens."""
+        """Returns a parameter that all ranks have; with sequence parallelism each adds it to other tokens."""
         assert parameter is not None
         return sum_gradients(parameter, self.group) if self.scattered else parameter
 
     def _share_embedding(self, module: nn.Embedding) -> None:
-        """Each rank looks up the tokens that it has, and gives zeros for others; the sum is the embedding."""
+        """Makes each rank look up the tokens that it has, and zeros for others; the sum is the embedding."""
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise UserError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut by its tokens")
+        chunk = -(-module.num_embeddings // self.size)
 
-        see(module, local)
-        inner, chunk = module.forward, -(-module.num_embeddings // self.size)  # it may scale what it finds
-
-        def embed(tokens: Tensor) -> Tensor:
+        def embed(forward: Callable[..., Any], tokens: Tensor) -> Tensor:
             self.scattered = self.sequence and tokens.shape[-1] % self.size == 0
             if self.sequence and not self.scattered and torch.is_grad_enabled():
                 raise UserError(
@@ -186,28 +208,26 @@ class TensorParallel:
                 )
             first, last = self.rank * chunk, min((self.rank + 1) * chunk, module.num_embeddings)
             foreign = (tokens < first) | (tokens >= last)
-            padding = module.padding_idx  # the row that gets no gradient, by its place among all
+            padding = module.padding_idx  # the row that gets no gradient, by its place in the whole table
             module.padding_idx = padding - first if padding is not None and first <= padding < last else None
             try:
-                rows = inner((tokens - first).masked_fill(foreign, 0))
+                rows = forward((tokens - first).masked_fill(foreign, 0))  # the module may also scale what it finds
             finally:
                 module.padding_idx = padding
             return self.leave(rows.masked_fill(foreign[..., None], 0))
 
-        module.forward = embed  # type: ignore[method-assign, assignment]
+        view_parameters(module, local)
+        add_layer(module, embed)
 
     def _share_head(self, module: nn.Module) -> None:
-        """Each rank has the logits of some tokens. Where the loss is not made of those, all get all of them."""
-        see(module, local)
-        inner = module.forward
+        """Makes each rank compute the logits of some tokens, and gathers them; the chunked loss does without that."""
 
-        @wraps(inner)
-        def logits(hidden: Tensor, *weight: Tensor) -> Tensor:
+        def logits(forward: Callable[..., Any], hidden: Tensor, *weight: Tensor) -> Tensor:
             vocabulary = module.out_features if isinstance(module, nn.Linear) else weight[0].shape[-1]
-            part = inner(self.enter(hidden), *map(local, weight))
-            return gather_vocabulary(part, vocabulary, self.group)
+            return gather_vocabulary(forward(self.enter(hidden), *map(local, weight)), vocabulary, self.group)
 
-        module.forward = logits
+        view_parameters(module, local)
+        add_layer(module, logits)
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
@@ -233,57 +253,6 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
             "give its parallel_plan `tensor` styles, or use fsdp"
         )
     return styles
-
-
-def see(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
-    """While the module computes, its own parameters are `view` of what they are; those `hidden` are not there."""
-    keys = [key for key, parameter in module._parameters.items() if parameter is not None]
-    if not keys:
-        return
-    inner = module.forward
-
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        held = {key: module._parameters[key] for key in keys}
-        for key, parameter in held.items():
-            assert parameter is not None
-            module._parameters[key] = None if key in hidden else view(parameter)  # type: ignore[assignment]
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            module._parameters.update(held)
-
-    module.forward = forward
-
-
-def change(
-    module: nn.Module,
-    before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Tensor], Tensor] | None = None,
-    arguments: Callable[[Any], Any] | None = None,
-) -> None:
-    """Changes the first tensor a module is called with (`before`), the other `arguments`, and what it returns.
-
-    Of several outputs it is the first, as attention returns its weights beside.
-    """
-    inner = module.forward
-
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            if args:
-                args = (before(args[0]), *args[1:])
-            else:
-                first = next(iter(kwargs))
-                kwargs[first] = before(kwargs[first])
-        if arguments is not None:
-            args = tuple(map(arguments, args))
-        output = inner(*args, **kwargs)
-        if after is None:
-            return output
-        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
-
-    module.forward = forward
 
 
 def local(value: Any) -> Any:

@@ -1,0 +1,260 @@
+"""How a run is spread over its processes, as plain data: made from the config in one function, printed, compared.
+
+`layout_of` holds every refusal that needs neither a model nor a device, so that a command can refuse a layout before
+it starts a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+from shoal.config.deepspeed_json import fit_file, idle_keys
+from shoal.config.mesh import DIMENSIONS, fill_mesh, say_mesh
+from shoal.config.schema import (
+    CheckpointingConfig,
+    DDPConfig,
+    DeepSpeedConfig,
+    DistributedConfig,
+    FSDPConfig,
+    TrainingConfig,
+)
+from shoal.errors import UserError
+
+Engine = Literal["plain", "ddp", "fully_shard", "deepspeed"]
+
+_FULLY_SHARD_KEYS = (
+    "sharding_strategy",
+    "auto_wrap_policy",
+    "min_num_params",
+    "wrap_classes",
+    "reduce_dtype",
+    "reduce_every_micro_batch",
+    "forward_prefetch",
+)
+"""The keys of `distributed.fsdp` that have no effect where the plain model computes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread: the sides of the mesh, the engine that computes, and what is done to the model."""
+
+    strategy: str
+    """single, ddp, fsdp, mesh or deepspeed."""
+    engine: Engine
+    """What exchanges gradients: nothing, DistributedDataParallel, fully_shard, or DeepSpeed."""
+    mesh: Mapping[str, int]
+    """The length of every side, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    zero: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    precision: str = "fp32"
+    tf32: bool = False
+    deterministic: bool = False
+    compile: bool = False
+    activation_checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    loss_chunks: int = 1
+    not_in_force: Mapping[str, str] = field(default_factory=dict)
+    """The keys that were set and have no effect in this layout, each with the reason."""
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.mesh.values())
+
+    @property
+    def param_dtype(self) -> str:
+        """The type in which fully_shard gathers parameters."""
+        return self.fsdp.param_dtype or ("bf16" if self.precision == "pure_bf16" else "fp32")
+
+    @property
+    def is_sharded_family(self) -> bool:
+        """True if parameters may be DTensors, so that norms and updates work on local parts."""
+        return self.strategy in ("fsdp", "mesh")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what the manifest of a checkpoint says about the layout."""
+        longer = {side: size for side, size in self.mesh.items() if size > 1}
+        stage = {"zero_stage": self.zero.stage} if self.strategy == "deepspeed" else {}
+        sizes = {"world_size": self.world_size, "data_size": self.mesh["dp_replicate"] * self.mesh["dp_shard"]}
+        return {"strategy": self.strategy, **sizes, "mesh": longer, **stage}
+
+
+def layout_of(
+    training: TrainingConfig, distributed: DistributedConfig, size: int, local_size: int, deterministic: bool = False
+) -> Layout:
+    """Returns the layout that a config means on `size` processes, `local_size` of them on each machine."""
+    strategy = distributed.strategy
+    if strategy == "auto":
+        strategy = "ddp" if size > 1 else "single"
+    not_in_force: dict[str, str] = {}
+    zero = distributed.zero
+    if strategy == "deepspeed":
+        zero = _fit_zero(training, distributed, size, not_in_force)
+    sides = _sides(strategy, distributed, zero, size, local_size)
+    layout = Layout(
+        strategy,
+        _engine(strategy, distributed.fsdp, training.mixed_precision, sides),
+        {name: sides.get(name, 1) for name in DIMENSIONS},
+        distributed.ddp,
+        distributed.fsdp,
+        zero,
+        distributed.pipeline.schedule,
+        strategy == "mesh" and distributed.tensor.sequence_parallel,
+        training.mixed_precision,
+        training.tf32,
+        deterministic,
+        training.compile,
+        training.activation_checkpointing,
+        training.loss_chunks,
+        not_in_force,
+    )
+    _check_precision(layout)
+    if strategy == "mesh":
+        _check_mesh(layout)
+    if strategy == "deepspeed":
+        _check_deepspeed(layout)
+    if layout.is_sharded_family and layout.engine == "plain":
+        changed = (key for key in _FULLY_SHARD_KEYS if getattr(layout.fsdp, key) != getattr(FSDPConfig(), key))
+        reason = f"nothing is sharded on {say_mesh(layout.mesh)}"
+        not_in_force |= {f"distributed.fsdp.{key}": reason for key in changed}
+    if strategy == "mesh" and layout.mesh["pp"] == 1 and layout.schedule != "1f1b":
+        not_in_force["distributed.pipeline.schedule"] = "distributed.mesh.pp is 1"
+    return layout
+
+
+def _sides(
+    strategy: str, distributed: DistributedConfig, zero: DeepSpeedConfig, size: int, local_size: int
+) -> Mapping[str, int]:
+    if strategy == "single" and size > 1:
+        raise UserError(f"distributed.strategy = single: {size} processes were started; use ddp, or start one process")
+    wanted = distributed.mesh.model_dump() if distributed.mesh else None
+    if strategy == "mesh":
+        if wanted is None:
+            raise UserError("distributed.strategy = mesh needs distributed.mesh, such as {pp: 2, dp_shard: -1, tp: 2}")
+        return fill_mesh(wanted, size)
+    if strategy == "fsdp":
+        return _fsdp_sides(distributed.fsdp.sharding_strategy, wanted, size, local_size)
+    return {"dp_shard" if strategy == "deepspeed" and zero.stage == 3 else "dp_replicate": size}
+
+
+def _fsdp_sides(sharding: str, wanted: Mapping[str, int] | None, size: int, local_size: int) -> Mapping[str, int]:
+    given = dict(wanted or {})
+    for side in ("pp", "cp", "tp"):
+        if (length := given.pop(side, 1)) != 1:
+            raise UserError(f"distributed.mesh.{side} = {length} is not for strategy fsdp; use mesh")
+    if sharding == "HYBRID_SHARD":
+        # As FSDP has always meant it: shards within a machine, replicas over machines.
+        sides = fill_mesh(given or {"dp_replicate": size // local_size, "dp_shard": local_size}, size)
+        if min(sides.values()) < 2 and size > 1:
+            raise UserError(
+                f"distributed.fsdp.sharding_strategy = HYBRID_SHARD on {sides['dp_replicate']} replicas × "
+                f"{sides['dp_shard']} shards is not hybrid; set distributed.mesh, such as {{dp_replicate: 2, "
+                "dp_shard: -1}, or use FULL_SHARD or NO_SHARD"
+            )
+        return sides
+    implied = {"dp_replicate": size, "dp_shard": 1} if sharding == "NO_SHARD" else {"dp_replicate": 1, "dp_shard": size}
+    if given and fill_mesh(given, size) != implied:
+        raise UserError(
+            f"distributed.mesh = {given} is not what sharding_strategy {sharding} means on {size} processes; use "
+            "HYBRID_SHARD, or leave the mesh out"
+        )
+    return implied
+
+
+def _engine(strategy: str, fsdp: FSDPConfig, precision: str, sides: Mapping[str, int]) -> Engine:
+    """On one data-parallel rank fully_shard would copy every parameter in every step to gather nothing."""
+    if strategy == "deepspeed":
+        return "deepspeed"
+    ranks = prod(sides.get(side, 1) for side in ("dp_replicate", "dp_shard", "cp"))
+    if strategy in ("fsdp", "mesh"):
+        in_fp32 = (fsdp.param_dtype or "fp32") == "fp32" and precision != "pure_bf16"
+        return "plain" if ranks == 1 and in_fp32 and not fsdp.cpu_offload else "fully_shard"
+    return "ddp" if ranks > 1 else "plain"
+
+
+def _check_precision(layout: Layout) -> None:
+    if layout.precision == "pure_bf16" and layout.strategy in ("single", "ddp"):
+        raise UserError(
+            f"training.mixed_precision = pure_bf16 needs fp32 weights beside the bf16 ones, and {layout.strategy} does "
+            "not keep them; use distributed.strategy: fsdp (on one process too; NO_SHARD is ddp's layout), or bf16"
+        )
+    if not layout.is_sharded_family:
+        return
+    half = {"pure_bf16": "bf16", "fp8": "bf16"}.get(layout.precision, layout.precision)
+    if layout.param_dtype not in ("fp32", half):
+        raise UserError(
+            f"distributed.fsdp.param_dtype = {layout.param_dtype}, but training.mixed_precision = {layout.precision} "
+            f"computes in {half}; leave it out or make them agree"
+        )
+    if layout.precision == "pure_bf16" and layout.param_dtype == "fp32":
+        raise UserError(
+            "training.mixed_precision = pure_bf16 gathers parameters in bf16, but distributed.fsdp.param_dtype = "
+            "fp32; leave that out, or use mixed_precision: bf16"
+        )
+
+
+def _check_mesh(layout: Layout) -> None:
+    if layout.fsdp.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise UserError(
+            f"distributed.fsdp.sharding_strategy = {layout.fsdp.sharding_strategy}: under strategy mesh the mesh says "
+            "which ranks shard and which replicate; set dp_replicate and dp_shard, and leave it out"
+        )
+    if layout.mesh["pp"] > 1 and layout.schedule == "zbv":
+        makes_all_gradients_at_once = {
+            "training.compile = true": layout.compile,
+            f"training.loss_chunks = {layout.loss_chunks}": layout.loss_chunks > 1,
+            f"distributed.mesh.tp = {layout.mesh['tp']}": layout.mesh["tp"] > 1,
+        }
+        for setting, is_set in makes_all_gradients_at_once.items():
+            if is_set:
+                raise UserError(
+                    f"distributed.pipeline.schedule = zbv runs a backward in two halves, but {setting} makes all "
+                    "gradients at once; use interleaved"
+                )
+    if layout.mesh["pp"] > 1 and layout.fsdp.reduce_every_micro_batch:
+        raise UserError(
+            "distributed.fsdp.reduce_every_micro_batch = true: a pipeline sums gradients over ranks after its last "
+            "micro-batch; leave it out"
+        )
+    if layout.sequence_parallel and layout.mesh["tp"] == 1:
+        raise UserError(
+            "distributed.tensor.sequence_parallel = true is a way of tensor parallelism, but distributed.mesh.tp = 1; "
+            "leave it out"
+        )
+
+
+def _fit_zero(
+    training: TrainingConfig, distributed: DistributedConfig, size: int, not_in_force: dict[str, str]
+) -> DeepSpeedConfig:
+    """Returns the options of ZeRO, from the config or from the DeepSpeed JSON that it names."""
+    zero = distributed.zero
+    if zero.config_file is not None:
+        fitted = fit_file(zero.config_file, training, size)
+        not_in_force |= fitted.idle
+        return DeepSpeedConfig(**fitted.options)
+    default = DeepSpeedConfig()
+    for key, reason in idle_keys(zero.stage).items():
+        if getattr(zero, key) != getattr(default, key):
+            not_in_force[f"distributed.deepspeed.{key}"] = reason
+    return zero
+
+
+def _check_deepspeed(layout: Layout) -> None:
+    if layout.precision not in ("fp32", "bf16", "fp16"):
+        raise UserError(
+            f"training.mixed_precision = {layout.precision} is not for strategy deepspeed; use bf16, or strategy fsdp"
+        )
+    if layout.zero.cpu_checkpointing and layout.activation_checkpointing.mode == "none":
+        raise UserError(
+            "distributed.deepspeed.cpu_checkpointing = true keeps the inputs of recomputed blocks on the host, but "
+            "training.activation_checkpointing = none recomputes nothing; use full"
+        )
+    if layout.zero.cpu_checkpointing and layout.compile:
+        raise UserError(
+            "distributed.deepspeed.cpu_checkpointing = true cannot reach into compiled blocks; set training.compile to "
+            "false"
+        )

@@ -1,0 +1,96 @@
+"""Layers around a module's forward, and views of its parameters: how a model is changed and keeps its names.
+
+A layer is a function `layer(forward, *args, **kwargs)` that is called in the place of a module's forward and may call
+`forward`. Layers stack: the one that was added last is the outermost. Hooks on `__call__`, such as those by which
+fully_shard gathers weights, stay outside of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Layer = Callable[..., Any]
+View = Callable[[Tensor], Tensor | None]
+
+_VIEWS, _MADE = "_parameter_views", "_made_views"
+
+
+def add_layer(module: nn.Module, layer: Layer) -> None:
+    """Puts a layer around the module's forward.
+
+    Every layer is called from the same few lines, so that torch.compile makes one graph for blocks that are alike.
+    """
+    inner = module.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return layer(inner, *args, **kwargs)
+
+    module.forward = forward
+
+
+def compile_forward(module: nn.Module) -> None:
+    """Compiles the module's forward with all its layers. torch keeps graphs by code, so like blocks share one.
+
+    Views of parameters are made before the graph begins: torch captures no graph of a recomputed block that writes
+    attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward.
+    """
+    module.forward = torch.compile(module.forward)
+    viewed = [member for member in module.modules() if _VIEWS in vars(member)]
+    if viewed:
+        module.register_forward_pre_hook(lambda *_: [_make_views(member) for member in viewed] and None)
+        module.register_forward_hook(lambda *_: [_drop_views(member) for member in viewed] and None, always_call=True)
+
+
+def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
+    """Makes the module's forward see `view(parameter)` of each of its own parameters, and None for those `hidden`.
+
+    Whoever lists, stores or shards the parameters still finds them as they are. The views are properties of a subclass.
+    """
+    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    if not names:
+        return
+
+    def with_views(forward: Layer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or vars(module)[_MADE]:
+            return forward(*args, **kwargs)  # they are there already
+        _make_views(module)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _drop_views(module)
+
+    vars(module)[_VIEWS] = {name: _hide if name in hidden else view for name in names}
+    vars(module)[_MADE] = {}
+    module.__class__ = _class_with_views(type(module), names)  # type: ignore[arg-type]  # mypy on hashing a type
+    add_layer(module, with_views)
+
+
+def _make_views(module: nn.Module) -> None:
+    views: dict[str, View] = vars(module)[_VIEWS]
+    vars(module)[_MADE] |= {name: view(module._parameters[name]) for name, view in views.items()}  # type: ignore[arg-type]
+
+
+def _drop_views(module: nn.Module) -> None:
+    vars(module)[_MADE].clear()
+
+
+def _hide(parameter: Tensor) -> None:
+    return None
+
+
+@cache
+def _class_with_views(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def property_of(name: str) -> property:
+        def look(module: Any) -> Tensor | None:
+            made = module._made_views
+            return made[name] if name in made else module._parameters[name]
+
+        return property(look)
+
+    return type(kind.__name__, (kind,), {name: property_of(name) for name in names})

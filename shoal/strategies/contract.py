@@ -1,0 +1,313 @@
+"""The contract between the training loop and the place where a run is computed, and what all strategies share."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from shoal.checkpoint.boxes import Box
+from shoal.config.layout import Layout
+from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
+from shoal.errors import UserError
+from shoal.processes.desync import check_replicas
+from shoal.processes.group import choose_backend, join, leave
+from shoal.processes.world import World
+from shoal.seeding import SampleRng
+from shoal.strategies.buffers import MovingBuffers
+from shoal.strategies.executors import InTurn, Overlapped
+from shoal.strategies.update import Update
+from shoal.torch_private import set_group_timeout
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import autocast, check_precision
+from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+
+DRAWN = Weights("init")
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor of the model, and the part of it that this rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box | None
+    """Where this rank's part lies in the tensor; None if the tensor belongs to another stage of a pipeline."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor."""
+        return Box((0,) * len(self.shape), self.shape).numel * self.dtype.itemsize
+
+
+@dataclass
+class Engaged:
+    """What a strategy has put in force on a model: the report shows it, and the prover counts it."""
+
+    description: str = ""
+    """The layout in words."""
+    parameter_bytes: int = 0
+    """The memory that this rank uses for weights."""
+    checkpointed_modules: list[str] = field(default_factory=list)
+    compiled_modules: int = 0
+    float8_layers: int = 0
+    chunked_head: ChunkedHead | None = None
+    not_in_force: dict[str, str] = field(default_factory=dict)
+    """The keys that were set and have no effect, each with the reason."""
+
+
+class DistributedStrategy(ABC):
+    """Where a run is computed: one layout, on the processes of one world.
+
+    Gradients have one meaning: the gradient of (sum of losses) / (count) over the global batch. `prepare` returns the
+    plain model, with the names it had; the engine that computes it stays in here.
+    """
+
+    mesh: DeviceMesh | None = None
+    """The processes, arranged as the layout says; None for a single process that needs no process group."""
+    engaged: Engaged
+
+    def __init__(
+        self,
+        layout: Layout,
+        world: World,
+        *,
+        device: str = "auto",
+        seed: int = 0,
+        backend: str = "auto",
+        timeout: float = 1800,
+    ):
+        self.layout, self.world, self.name = layout, world, layout.strategy
+        self.rank, self.world_size, self.is_main_process = world.rank, world.size, world.rank == 0
+        place = coordinates(world.rank, layout.mesh)
+        self.data_rank, self.data_size = data_rank(place, layout.mesh), data_size(layout.mesh)
+        self.is_data_leader = not any(place[side] for side in ("pp", "cp", "tp"))
+        """True for the first of the ranks that work on the same samples."""
+        self.device = find_device(device, world.local_rank)
+        check_precision(layout.precision, layout.tf32, self.device)
+        self._place, self._seed = place, seed
+        # Stages have other layers and context-parallel ranks other tokens, so they draw other random numbers.
+        apart = (place["pp"], place["cp"]) if place["pp"] or place["cp"] else ()
+        self._rng_key = (self.data_rank, *apart)
+        self._backend, self._timeout_seconds = choose_backend(backend, self.device, world), timeout
+        self._data_groups: Sequence[dist.ProcessGroup | None] = (None,) if self.data_size > 1 else ()
+        """A sum over these, one after another, is the sum over all slices of a batch; None means all ranks."""
+        self._executor: InTurn | Overlapped
+        self._updates: dict[Optimizer, Update] = {}
+        self._held: dict[str, Held] = {}
+        self._loss_scale: LossScale | None = None
+        self._moving_buffers: MovingBuffers | None = None
+
+    # Beginning and end
+
+    def setup(self) -> None:
+        """Joins the other processes and applies the settings that hold for the whole process."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.layout.tf32:
+            torch.set_float32_matmul_precision("high")
+        if self.layout.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        if self.world.size > 1 or self.layout.strategy in ("fsdp", "mesh", "deepspeed"):
+            join(self.world, self.device, self._backend, self._timeout_seconds)
+            self.mesh = self._build_mesh(self.layout.mesh)
+
+    def _build_mesh(self, sides: Mapping[str, int]) -> DeviceMesh:
+        mesh = init_device_mesh(self.device.type, tuple(sides[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+        if self.world.group != "imagined":
+            for group in mesh.get_all_groups():
+                set_group_timeout(group, self._timeout_seconds)
+        return mesh
+
+    def teardown(self) -> None:
+        """Leaves the other processes and takes the settings back."""
+        leave()
+        if self.layout.deterministic:
+            torch.use_deterministic_algorithms(False)
+        if self.layout.tf32:
+            torch.set_float32_matmul_precision("highest")
+
+    def __enter__(self) -> Self:
+        self.setup()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is None or self.world.size == 1:  # after an error the peers may be stuck, and so would leaving be
+            self.teardown()
+
+    # The verbs of the training loop
+
+    @property
+    @abstractmethod
+    def engine(self) -> nn.Module:
+        """The module that computes a forward which a backward follows."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: nn.Module,
+        build_optimizer: Callable[[nn.Module], Optimizer],
+        plan: ParallelPlan = NO_PLAN,
+        weights: Weights = DRAWN,
+    ) -> tuple[nn.Module, Optimizer]:
+        """Cuts the model as the layout says, gives it its weights, and builds the optimizer of what this rank holds."""
+
+    def forward_backward(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+    ) -> StepOutput:
+        """Computes the gradient of (sum of losses) / (count) over the global batch; returns both, equal on all ranks."""
+        if self._moving_buffers:
+            self._moving_buffers.before_step(model)
+        batches = [self._prepare_batch(micro, recipe) for micro in micro_batches]
+        count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
+        per_count = (self._loss_scale.scale if self._loss_scale else 1.0) / count.clamp(min=1)
+        weights = [micro.weight for micro in micro_batches]
+        losses = self._executor.forward_backward(batches, weights, per_count, recipe, step)
+        total = self.sum_over_data(self._sum(losses, micro_batches))
+        if self._moving_buffers:
+            self._moving_buffers.after_step(model)
+        return StepOutput(total, count)
+
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
+        """Clips the gradient to `max_norm`, updates, and clears it; an update that is not finite is skipped."""
+        info = self._updates[optimizer].step(max_norm)
+        if self._loss_scale:
+            self._loss_scale.update(info.skipped)
+        return info
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
+        """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
+        batches = [self._prepare_batch(micro, recipe) for micro in micro_batches]
+        losses = self._executor.score(model, batches, recipe)
+        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
+        return StepOutput(self.sum_over_data(self._sum(losses, micro_batches)), self.sum_over_data(count))
+
+    @abstractmethod
+    def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        """Returns weights, buffers and optimizer state by name, each as this rank holds it. All ranks call it."""
+
+    @abstractmethod
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+        """Takes this rank's part of a state that was saved in any layout. Weights that it lacks stay as they are."""
+
+    def held(self) -> Mapping[str, Held]:
+        """Returns every tensor of the model with the part that this rank holds, as `state` would give it.
+
+        It is computed once, at the end of `prepare`, and moves no data.
+        """
+        return self._held
+
+    @abstractmethod
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the gradients after a backward, by name; whole, or laid out as their parameters are."""
+
+    @contextmanager
+    def whole_model(self, model: nn.Module) -> Iterator[nn.Module | None]:
+        """Yields a model that may be called in any way, such as to generate; None if no rank has all of its layers."""
+        with autocast(self.layout.precision, self.device), self.device:
+            yield model
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Makes buffers equal to rank 0's: those that a forward changes, such as BatchNorm's, differ between ranks."""
+        for buffer in model.buffers():
+            if buffer.is_contiguous():
+                self._broadcast(buffer)
+
+    def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises Desync if `tensors`, such as the parameters, differ between replicas, naming the first that does."""
+        if self.mesh is not None and self.layout.mesh["dp_replicate"] > 1 and tensors:
+            check_replicas(tensors, self.mesh.get_group("dp_replicate"))
+
+    # Collectives
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over data-parallel ranks, on every rank."""
+        if not self._data_groups:
+            return tensor
+        tensor = tensor.clone()
+        for group in self._data_groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def max_over_ranks(self, number: int) -> int:
+        """Returns the highest number that any rank has. Sent as a CPU tensor, so that no device is waited for."""
+        return number if self.world.size == 1 else self._max(number, (None,))
+
+    def any_rank(self, condition: bool) -> bool:
+        """Returns whether the condition holds on any rank."""
+        return bool(self.max_over_ranks(int(condition)))
+
+    def barrier(self) -> None:
+        """Waits until all ranks have come here."""
+        if self.world.size > 1:
+            dist.barrier()
+
+    # Shared by the strategies
+
+    def _max(self, number: int, groups: Sequence[dist.ProcessGroup | None]) -> int:
+        highest = torch.tensor(number)
+        for group in groups:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        return int(highest)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Overwrites a tensor with that of the first data-parallel rank."""
+        for group in self._data_groups:
+            dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
+
+    def _prepare_batch(self, micro: MicroBatch, recipe: Objective) -> Any:
+        return prepare_batch(micro, recipe, self._seed, self.device)
+
+    def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Adds up the values of the micro-batches that are not fillers."""
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
+        first, *others = counted or [0 * values[0]]
+        total = sum(others, start=first)
+        return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
+
+    def _scale_state(self) -> dict[str, Tensor]:
+        return self._loss_scale.state() if self._loss_scale else {}
+
+
+def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:
+    """Returns a micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
+    return recipe.prepare_batch(to_device(micro.data, device), SampleRng(seed, micro.epochs, micro.ids, device))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves the tensors in dicts, lists, tuples and named tuples, however nested."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return type(batch)((key, to_device(value, device)) for key, value in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def find_device(name: str, local_rank: int) -> torch.device:
+    """Returns the device of this process. Ranks of one machine take its GPUs in turn."""
+    available = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = available.type if available else "cpu"
+    elif name != "cpu" and (available is None or available.type != name):
+        seen = available.type if available else "only the CPU"
+        raise UserError(f"training.device = {name!r}, but torch sees {seen}; use auto or {available or 'cpu'}")
+    if name == "cpu":
+        return torch.device("cpu")
+    return torch.device(name, local_rank % torch.accelerator.device_count())

@@ -1,0 +1,92 @@
+"""torch's DistributedDataParallel: every rank holds the whole model, and gradients are all-reduced in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.errors import UserError
+from shoal.strategies.engines.plain import PlainEngine
+
+# torch 2.13 has a new name for it, and warns about the old one.
+_PARAMETERS = signature(DistributedDataParallel).parameters
+_BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+
+_UNUSED = ("Expected to have finished reduction", "training graph has changed")
+"""What DDP's errors say when a gradient never came."""
+
+
+class DDPEngine(PlainEngine):
+    """Wraps the model into DistributedDataParallel over the mesh dimension `dp_replicate`."""
+
+    is_warm = False
+
+    def wrap(self, model: nn.Module) -> None:
+        self.module = model
+        if not any(p.requires_grad for p in model.parameters()):
+            return  # DDP refuses a model without gradients
+        assert self.mesh is not None
+        options = self.layout.ddp.model_dump()
+        options[_BROADCAST_BUFFERS] = options.pop("broadcast_buffers")
+        options["bucket_cap_mb"] = options["bucket_cap_mb"] or default_bucket_mb(model)
+        # Freed gradients would be made anew outside DDP's buckets. Where some parameters stay unused they are freed all
+        # the same: a zero in the place of a missing gradient would still be decayed.
+        self.keeps_gradients = options["gradient_as_bucket_view"] and not options["find_unused_parameters"]
+        self.module = DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **options)
+        if self.reduction == "sum":
+            self.module.register_comm_hook(None, _sum_over_ranks)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(self.module, DistributedDataParallel):
+            self.is_warm = True
+            return nullcontext()
+        if self.layout.ddp.static_graph and not self.is_warm:
+            return nullcontext()  # a static graph refuses an unsynchronised backward before it is recorded
+        return self.module.no_sync()
+
+    def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
+        """Runs one backward with a gradient of zero, or two for a static graph.
+
+        DDP fills its buckets in another order after the first backward, and sums over four ranks or more then differ
+        in their last bits: without this, a run that was restarted would not repeat one that was not.
+        """
+        self.is_warm = True
+        if not isinstance(self.module, DistributedDataParallel):
+            return
+        model = self.module.module
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for _ in range(2 if self.layout.ddp.static_graph else 1):
+            loss = loss_of_batch()
+            loss.backward(torch.zeros_like(loss))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        model.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def explain(self, error: RuntimeError) -> UserError | None:
+        if not any(words in str(error) for words in _UNUSED):
+            return None
+        if self.layout.ddp.static_graph:
+            advice = "distributed.ddp.static_graph = true, but not every step uses the same ones; set it to false"
+        else:
+            advice = "set distributed.ddp.find_unused_parameters to true, or freeze or remove them"
+        return UserError(f"some parameters took no part in the loss, and DDP waits for their gradients; {advice}")
+
+
+def default_bucket_mb(model: nn.Module) -> int:
+    """Returns torch's bucket size, or more for a large model: small buckets cost it more than they overlap."""
+    gradient_mb = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
+    return max(25, round(gradient_mb / 20))
+
+
+def _sum_over_ranks(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    """Sums gradients instead of averaging them, because losses are already divided by the global count."""
+    buffer = bucket.buffer()
+    work: Any = dist.all_reduce(buffer, async_op=True)
+    return work.get_future().then(lambda future: buffer)

@@ -1,0 +1,91 @@
+"""torch's fully_shard (FSDP2): every rank holds a part of each parameter, and gathers a unit while it computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shoal.config.layout import Layout
+from shoal.strategies.engines.plain import PlainEngine, Reduction
+from shoal.transform.precision import DTYPES
+
+
+class FSDPEngine(PlainEngine):
+    """Shards the model over the mesh dimension `dp_shard`, replicated over `dp_replicate`."""
+
+    def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None, reduction: Reduction):
+        super().__init__(layout, device, mesh, reduction)
+        if layout.fsdp.cpu_offload:
+            self.parameter_device = torch.device("cpu")
+        self.units: Sequence[str] = ()
+        self._sharded: list[FSDPModule] = []
+
+    def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
+        fsdp, self.units = self.layout.fsdp, units
+        options: dict[str, Any] = {
+            "mesh": self._data_mesh(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=True) if fsdp.cpu_offload else OffloadPolicy(),
+            # None: free all units but the root, whose parameters its backward would gather again right away.
+            "reshard_after_forward": None if fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") else False,
+        }
+        dtypes = DTYPES[self.layout.param_dtype], DTYPES[fsdp.reduce_dtype or "fp32"]
+        for name in reversed(units):  # children before parents
+            policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
+            fully_shard(model.get_submodule(name), mp_policy=policy, **options)
+        # Only the model's own inputs are cast, and only if autocast does not see to types.
+        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=self.layout.precision == "pure_bf16")
+        for root in roots:
+            fully_shard(root, mp_policy=policy, **options)
+        modules = {id(module): module for root in (model, *roots) for module in root.modules()}
+        self._sharded = [module for module in modules.values() if isinstance(module, FSDPModule)]
+        if fsdp.forward_prefetch:
+            self._prefetch(model, roots)
+        for module in self._sharded:
+            module.register_forward_hook(_reshard_without_backward)  # type: ignore[attr-defined]
+            if self.reduction == "sum":
+                # The factor alone would not do: gloo cannot premultiply.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _prefetch(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
+        for root in roots:
+            inside = set(root.modules())
+            units = [unit for unit in map(model.get_submodule, self.units) if unit in inside]
+            for module, following in pairwise([root, *units]):
+                module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+    def _data_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        replicated = self.mesh["dp_replicate"].size() > 1 or self.layout.fsdp.sharding_strategy == "NO_SHARD"
+        return self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"]
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        root: Any = self.module
+        root.set_requires_gradient_sync(last or self.layout.fsdp.reduce_every_micro_batch)
+        root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
+        return nullcontext()
+
+    def reshard(self) -> None:
+        for module in self._sharded:
+            module.reshard()
+
+    def describe(self) -> str:
+        sides = self.layout.mesh
+        replicas, shards = sides["dp_replicate"], sides["dp_shard"]
+        spread = f"{replicas} replicas × {shards} shards" if replicas > 1 else f"{shards} shards"
+        units = f"{len(self.units)} units and the rest" if self.units else "the whole model at once"
+        offload = ", parameters in the host's memory" if self.layout.fsdp.cpu_offload else ""
+        return f"fsdp {self.layout.fsdp.sharding_strategy}, {spread}, {units}{offload}"
+
+
+def _reshard_without_backward(module: Any, inputs: Any, output: Any) -> None:
+    """Frees what no backward will use; `named_parameters` would otherwise give the gathered parameters."""
+    if not torch.is_grad_enabled():
+        module.reshard()

@@ -1,0 +1,64 @@
+"""The plain model: nothing is exchanged. Also the base of the other engines, with what each of them may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.config.layout import Layout
+from shoal.errors import UserError
+
+Reduction = Literal["sum", "mean"]
+"""How gradients are combined over data-parallel ranks. A strategy divides losses by the global count and needs the sum;
+a hand-written loop has a mean over its own samples and needs the mean. It is fixed when the engine is built, because
+multiplying a loss by the number of ranks would round twice."""
+
+
+class PlainEngine:
+    """Computes with the model as it is."""
+
+    module: nn.Module
+    """The module to call in a forward that a backward follows."""
+    backward: Callable[[Tensor, Tensor], None] | None = None
+    """(loss, scale) → runs the backward of loss × scale, where plain `loss.backward(scale)` would not do."""
+    keeps_gradients = False
+    """True if gradients live in buffers of the engine and are set to zero instead of being freed."""
+    is_warm = True
+    """False until the engine has seen a first forward and backward; see `warm_up`."""
+
+    def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None, reduction: Reduction):
+        self.layout, self.device, self.mesh, self.reduction = layout, device, mesh, reduction
+        self.parameter_device = device
+
+    def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
+        """Cuts the parameters while they are on the meta device.
+
+        `roots` are the modules that are called as a whole, `units` the names of those that are gathered one by one.
+        """
+
+    def wrap(self, model: nn.Module) -> None:
+        """Takes the model once it has its weights."""
+        self.module = model
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Is entered around the forward and backward of a micro-batch; gradients are exchanged in the last one."""
+        return nullcontext()
+
+    def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
+        """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
+
+    def reshard(self) -> None:
+        """Frees gathered parameters, so that the model's parameters are the sharded ones."""
+
+    def explain(self, error: RuntimeError) -> UserError | None:
+        """Returns an error in the user's terms for one that the engine raised, if there is one."""
+        return None
+
+    def describe(self) -> str:
+        """Returns the layout in words, for the report."""
+        return self.layout.strategy

@@ -1,0 +1,266 @@
+"""All layouts of torch's own parts, on one mesh: an engine, an update, an executor, and the regions that ranks share.
+
+`_place` reads from top to bottom: what is done to a model, in the order in which it has to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shoal.checkpoint.boxes import local_box
+from shoal.config.mesh import say_mesh
+from shoal.errors import UserError
+from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
+from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
+from shoal.parallel.sharding.units import check_shardable, choose_units
+from shoal.parallel.tensor.tensor_parallel import TensorParallel
+from shoal.strategies.buffers import MovingBuffers
+from shoal.strategies.contract import DRAWN, DistributedStrategy, Engaged, Held
+from shoal.strategies.engines.ddp import DDPEngine
+from shoal.strategies.engines.fsdp import FSDPEngine
+from shoal.strategies.engines.plain import PlainEngine, Reduction
+from shoal.strategies.executors import InTurn, Overlapped, Surroundings
+from shoal.strategies.state import collect_state, restore_state
+from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
+from shoal.tensors import local_part, logical_shape, named_tensors
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import apply_compile
+from shoal.transform.float8 import apply_float8
+from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import DTYPES
+from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, TrainState, Weights
+from shoal.weights.build import materialise, move_buffers
+
+ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
+Builder = Callable[[nn.Module], Optimizer]
+
+
+@dataclass
+class Placed:
+    """A model in its place: replaced as a whole when another model is prepared."""
+
+    engine: PlainEngine
+    tensor: TensorParallel | None
+    exchange: HeadExchange | None
+    pipeline: Pipeline | None
+
+
+class NativeStrategy(DistributedStrategy):
+    """Computes with torch's own parts: DDP or fully_shard, tensor, sequence, context and pipeline parallelism."""
+
+    _placed: Placed
+    _weights_mesh: DeviceMesh | None = None
+    """The mesh that parameters are laid out on. Context-parallel ranks add up gradients as data-parallel ones do, so
+    their side is folded into dp_shard."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if self.layout.is_sharded_family and self.device.type not in ("cpu", "cuda"):
+            raise UserError(
+                f"distributed.strategy = {self.name} runs on cuda and cpu, not on {self.device.type}; use single"
+            )
+        if self.layout.fsdp.cpu_offload and self.layout.is_sharded_family and self.device.type == "cpu":
+            raise UserError(
+                "distributed.fsdp.cpu_offload = true needs a GPU to offload from, but the run is on the CPU; leave it "
+                "out"
+            )
+
+    def setup(self) -> None:
+        super().setup()
+        sides, self._weights_mesh = self.layout.mesh, self.mesh
+        if self.layout.strategy != "mesh":
+            return
+        if sides["cp"] > 1:
+            self._weights_mesh = self._build_mesh({**sides, "dp_shard": sides["dp_shard"] * sides["cp"], "cp": 1})
+        assert self._weights_mesh is not None
+        longer = [name for name in ("dp_shard", "dp_replicate") if self._weights_mesh[name].size() > 1]
+        self._data_groups = [self._weights_mesh.get_group(name) for name in longer]
+
+    @property
+    def engine(self) -> nn.Module:
+        return self._placed.engine.module
+
+    def prepare(
+        self,
+        model: nn.Module,
+        build_optimizer: Builder,
+        plan: ParallelPlan = NO_PLAN,
+        weights: Weights = DRAWN,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> tuple[nn.Module, Optimizer]:
+        """`memory` is entered where memory is first needed: a planner passes FakeTensorMode."""
+        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum", memory)
+        return model, optimizer
+
+    def _place_model(
+        self,
+        model: nn.Module,
+        builders: Sequence[Builder],
+        plan: ParallelPlan,
+        weights: Weights,
+        reduction: Reduction,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> list[Optimizer]:
+        layout, sides = self.layout, self.layout.mesh
+        self.engaged = engaged = Engaged(not_in_force=dict(layout.not_in_force))
+        roots, entry = [model], plan.entry
+        # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
+        if layout.precision == "fp8":
+            engaged.float8_layers = apply_float8(model, plan)
+        if sides["pp"] > 1:
+            roots, plan = self._take_stages(model, plan)
+        tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
+        exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
+        engaged.chunked_head = self._chunk_head(model, plan, tensor)
+        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if layout.compile:
+            engaged.compiled_modules = apply_compile(model, plan)
+        engine = ENGINES[layout.engine](layout, self.device, self._weights_mesh, reduction)
+        if layout.is_sharded_family:
+            fsdp = layout.fsdp
+            units = choose_units(model, plan, fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes)
+            check_shardable(model)
+            engine.shard(model, roots, units)
+        # Memory, from here on.
+        with memory or nullcontext():
+            offload = engine.parameter_device if engine.parameter_device != self.device else None
+            materialise(model, self.device, self._seed, weights, offload)
+            if layout.is_sharded_family and layout.fsdp.buffer_dtype:
+                move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
+            engine.wrap(model)
+            surroundings = Surroundings(
+                self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head
+            )
+            pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry) if sides["pp"] > 1 else None
+            self._executor = Overlapped(pipeline, surroundings) if pipeline else InTurn(engine, surroundings)
+            self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
+            optimizers = [build(model) for build in builders]
+            self._updates = {optimizer: self._update(optimizer, model, engine, pipeline) for optimizer in optimizers}
+        self._moving_buffers = MovingBuffers(self._broadcast) if layout.is_sharded_family else None
+        self._placed = Placed(engine, tensor, exchange, pipeline)
+        self._held = self._find_held(model)
+        engaged.description = self._describe()
+        engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
+        return optimizers
+
+    def _group(self, side: str) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group(side)
+
+    def _take_stages(self, model: nn.Module, plan: ParallelPlan) -> tuple[list[nn.Module], ParallelPlan]:
+        """Leaves this rank's stages in the model; returns them, and the plan of what is left."""
+        pp, schedule = self.layout.mesh["pp"], self.layout.schedule
+        cuts = cut(model, plan, count_stages(pp, schedule))
+        mine = stages_of(self._place["pp"], pp, schedule)
+        roots = take_stages(model, plan, cuts, mine)
+        kept = {name for stage in mine for name in cuts[stage]}
+        embed, head = (name if name in kept else None for name in (plan.embed, plan.head))
+        return roots, replace(plan, blocks=tuple(name for name in plan.blocks if name in kept), embed=embed, head=head)
+
+    def _apply_tensor_parallel(self, model: nn.Module, plan: ParallelPlan) -> TensorParallel:
+        assert self._weights_mesh is not None
+        tensor = TensorParallel(self._weights_mesh["tp"], self.layout.sequence_parallel)
+        tensor.apply(model, plan)
+        return tensor
+
+    def _chunk_head(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None) -> ChunkedHead | None:
+        """Makes the head compute the loss: in chunks, or where ranks share the vocabulary and so the loss."""
+        if self.layout.mesh["pp"] > 1 and plan.head is None:
+            return None  # another stage has the head
+        shares_vocabulary = plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
+        tensor = tensor if shares_vocabulary else None
+        if tensor is None and self.layout.loss_chunks == 1:
+            return None
+        return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
+
+    def _update(
+        self, optimizer: Optimizer, model: nn.Module, engine: PlainEngine, pipeline: Pipeline | None
+    ) -> Update:
+        check_optimizer(optimizer, model)
+        if not self.layout.is_sharded_family:
+            return Update(optimizer, self._loss_scale, engine.keeps_gradients)
+        stages = pipeline.group if pipeline else None
+        return ShardedUpdate(optimizer, self._loss_scale, self._max_over_data, stages, engine.parameter_device)
+
+    def _max_over_data(self, number: int) -> int:
+        return self._max(number, self._data_groups)
+
+    def _find_held(self, model: nn.Module) -> dict[str, Held]:
+        tensors = named_tensors(model)
+        held = {name: Held(logical_shape(t), t.dtype, local_box(t)) for name, t in tensors.items()}
+        pipeline = self._placed.pipeline
+        if pipeline is None or self.world.group == "imagined":  # where there are no object collectives
+            return held
+        by_stage: list[dict[str, Held]] = [{} for _ in range(pipeline.size)]
+        dist.all_gather_object(by_stage, held, group=pipeline.group)
+        others = {name: replace(one, box=None) for stage in by_stage for name, one in stage.items()}
+        return {**others, **held}
+
+    def _describe(self) -> str:
+        layout, placed = self.layout, self._placed
+        if layout.strategy == "mesh":
+            words = [f"mesh, {say_mesh(layout.mesh)}"]
+            if placed.pipeline is not None:
+                words.append(f"{placed.pipeline.num_stages} stages, {layout.schedule}")
+            if placed.tensor is not None:
+                sequence = ", tokens between them too" if layout.sequence_parallel else ""
+                words.append(f"{len(placed.tensor.cut_parameters)} parameters cut by tp{sequence}")
+            return "; ".join(words)
+        if layout.strategy == "fsdp" and layout.engine == "plain":
+            return f"fsdp {layout.fsdp.sharding_strategy}, one process and so nothing to shard"
+        return placed.engine.describe()
+
+    def _prepare_batch(self, micro: MicroBatch, recipe: Objective) -> Any:
+        batch = super()._prepare_batch(micro, recipe)
+        if self.layout.mesh["cp"] == 1 and not self.layout.sequence_parallel:
+            return batch
+        batch = recipe.split_sequence(batch, self._place["cp"], self.layout.mesh["cp"])
+        # Checked here, for only the stage with the embedding would notice.
+        if self.layout.sequence_parallel and (tokens := recipe.sequence_length(batch)) % self.layout.mesh["tp"]:
+            raise UserError(
+                f"distributed.tensor.sequence_parallel = true, but tp {self.layout.mesh['tp']} does not divide the "
+                f"{tokens} tokens that a rank has of a sequence; choose another dataset.seq_length"
+            )
+        return batch
+
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
+        self._placed.engine.reshard()
+        self.sync_buffers(model)
+        return collect_state(model, optimizer, self._scale_state())
+
+    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+        self._placed.engine.reshard()
+        restore_state(model, optimizer, self._scale_state(), state)
+
+    def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
+        super().check_sync(tensors)
+        for update in self._updates.values():
+            update.check_used()
+
+    @contextmanager
+    def whole_model(self, model: nn.Module) -> Iterator[nn.Module | None]:
+        if self._placed.pipeline is not None:
+            yield None
+            return
+        exchange = self._placed.exchange
+        if exchange is not None:
+            exchange.paused = True  # all ranks have all tokens for once
+        try:
+            with super().whole_model(model) as whole:
+                yield whole
+        finally:
+            if exchange is not None:
+                exchange.paused = False

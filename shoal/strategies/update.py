@@ -1,0 +1,172 @@
+"""One optimizer's update: the norm of the whole gradient, clipping, skipping what is not finite, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from shoal.errors import UserError
+from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
+from shoal.transform.loss_scale import LossScale
+from shoal.types import StepInfo
+
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
+"""torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+
+
+class Update:
+    """Steps an optimizer whose parameters are plain tensors that this rank holds whole."""
+
+    def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None, keeps_gradients: bool = False):
+        self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
+        """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
+
+        Fused optimizers do all of it inside their one kernel, through the two tensors that torch's GradScaler also
+        sets, and the host does not wait to know. Others get divided gradients, and the host waits.
+        """
+        optimizer, loss_scale = self.optimizer, self.loss_scale
+        gradients = self.gradients()
+        norm = self.norm(gradients)
+        if loss_scale:
+            norm = norm / loss_scale.scale
+        skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
+        divisor = (norm / max_norm).clamp_(min=1) if max_norm else None
+        if loss_scale:
+            divisor = loss_scale.scale * (1 if divisor is None else divisor)
+        if max_value:
+            for gradient in gradients:
+                bound = max_value * (1 if divisor is None else divisor)
+                gradient.clamp_(min=-bound, max=bound)
+        self._stepping = True
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+        elif not skipped:
+            if divisor is not None:
+                for gradient in gradients:
+                    gradient.div_(divisor)
+            optimizer.step()
+        self._stepping = False
+        self.zero_grad()
+        return StepInfo(norm, skipped)
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients that the optimizer is about to use."""
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Returns the norm of the whole gradient, equal on all ranks."""
+        return get_total_norm(gradients)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+
+    def check_used(self) -> None:
+        """Raises if ranks used different parameters in the last step, where that would go wrong silently."""
+
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self._stepping and self.loss_scale:
+            raise UserError(
+                "optimizer.step() does not know the loss scale of fp16; use step(optimizer, max_norm) of the strategy "
+                "or loop"
+            )
+
+
+class ShardedUpdate(Update):
+    """Steps an optimizer whose parameters may be DTensors, on this rank's part of them.
+
+    Fused kernels take plain tensors alone, and for an elementwise optimizer the update of the parts is that of the whole.
+    `optimizer.step()` and `optimizer.zero_grad()` called by hand work on the parts, too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_scale: LossScale | None,
+        max_over_data: Callable[[int], int],
+        stages: dist.ProcessGroup | None = None,
+        norm_device: torch.device | None = None,
+    ):
+        """`stages` are the ranks of a pipeline, which have other parameters and add up their norms."""
+        _check_elementwise(optimizer)
+        hold_shards(optimizer)
+        super().__init__(optimizer, loss_scale)
+        self._max_over_data, self._stages, self._norm_device = max_over_data, stages, norm_device
+        self._used: int | None = None
+        optimizer.zero_grad = self._zero_grad_by_hand  # type: ignore[method-assign]
+
+    def gradients(self) -> list[Tensor]:
+        parameters = take_gradients(self.optimizer)
+        first = self._used is None
+        self._used = crc32(bytes(p.grad is None for p in self._parameters()))
+        if first:
+            self.check_used()
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def check_used(self) -> None:
+        """fully_shard adds up gradients by their place in a unit, so all ranks must have used the same parameters."""
+        used = self._used or 0
+        if self._max_over_data(used) != -self._max_over_data(-used):
+            raise UserError(
+                "ranks used different parameters in the same step, and FSDP would add their gradients to each other; "
+                "let every rank use all of them, for instance by adding what is left out times 0"
+            )
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        used = (p for p in self._parameters() if p.grad is not None)
+        norm = total_norm((p.grad, split_over(getattr(p, "shard_of", p))) for p in used)
+        if self._stages is None:
+            return norm
+        square = norm.to(self._norm_device).square()
+        dist.all_reduce(square, group=self._stages)
+        return square.sqrt()
+
+    def zero_grad(self) -> None:
+        drop_gradients(self._parameters())
+
+    def _zero_grad_by_hand(self, set_to_none: bool = True) -> None:
+        self.zero_grad()
+
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        super()._before_step(optimizer, *arguments)
+        if not self._stepping:
+            take_gradients(optimizer)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer over parameters that are not the model's: it would train nothing."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            f"the {type(optimizer).__name__} has parameters that are not the model's; build it from the model that the "
+            "builder is given, whose parameters may be new ones"
+        )
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    cut = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
+    if cut and not is_elementwise(optimizer):
+        raise UserError(
+            f"{type(optimizer).__name__} looks at whole tensors, but this layout cuts parameters and would update each "
+            f"part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, or strategy ddp"
+        )
