@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
+from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.seeding import mix
 from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy
@@ -52,6 +53,7 @@ def setup_distributed(**options: Any) -> DDPStrategy:
     global _strategy, _options
     if _strategy is not None:
         raise UserError("setup_distributed was called before; call cleanup_distributed() first")
+    options["world"] = options.get("world") or detect()
     strategy = DDPStrategy(**options)
     strategy.setup()
     _strategy, _options = strategy, options
@@ -68,12 +70,12 @@ def cleanup_distributed() -> None:
 
 def get_rank() -> int:
     """This process's number among all, from 0; 0 where there is one."""
-    return dist.get_rank() if dist.is_initialized() else World.from_environment().rank
+    return dist.get_rank() if dist.is_initialized() else _world().rank
 
 
 def get_world_size() -> int:
     """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else World.from_environment().size
+    return dist.get_world_size() if dist.is_initialized() else _world().size
 
 
 def is_main_process() -> bool:
@@ -152,6 +154,10 @@ def _go_over_to(kind: type[DistributedStrategy], options: dict[str, Any]) -> Dis
     _strategy = kind(**kept | options)
     _strategy.setup()
     return _strategy
+
+
+def _world() -> World:
+    return detect() if _strategy is None else _strategy.world
 
 
 def _running() -> DistributedStrategy:

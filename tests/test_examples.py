@@ -17,7 +17,7 @@ from verify.runs import failed, on
 
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.processes.world import free_port
+from shoal.processes.group import free_port
 from shoal.verify import prove
 
 ROOT = Path(__file__).parent.parent

@@ -56,3 +56,30 @@ def test_private_torch_is_touched_in_one_file() -> None:
 def test_models_are_plain_single_device_code() -> None:
     for path in (PACKAGE / "models").rglob("*.py"):
         assert "torch.distributed" not in path.read_text(), path
+
+
+LAUNCHER_VARIABLES = re.compile(
+    r"(LOCAL_|NODE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SHOAL_LAUNCHER|(TORCHELASTIC|SLURM)_\w+"
+)
+
+
+def test_launcher_variables_are_read_in_one_file() -> None:
+    """Other files may name them to write them for their children: as keys of a dict, or in `os.environ[name] = …`."""
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "processes" / "detect.py":
+            continue
+        tree = ast.parse(path.read_text())
+        keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
+        stores = [
+            node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        ]
+        read = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and LAUNCHER_VARIABLES.fullmatch(node.value)
+            and node not in keys
+            and node not in stores
+        ]
+        assert not read, path

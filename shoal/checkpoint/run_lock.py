@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -49,11 +50,10 @@ class Holder:
     token: str
 
     @classmethod
-    def here(cls) -> Holder:
-        job, attempt = _job(os.environ)
+    def here(cls, job: str = "", attempt: Sequence[int] = (0, 0, 0)) -> Holder:
         pid = os.getpid()
         token = secrets.token_hex(8)
-        return cls(_host(), _machine(), pid, _process_started(pid) or "", job, attempt, _now(), token)
+        return cls(_host(), _machine(), pid, _process_started(pid) or "", job, [*attempt], _now(), token)
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
@@ -84,10 +84,11 @@ class Holder:
 class Lease:
     """Of one run folder. `check` before each thing that two writers must not do at once."""
 
-    def __init__(self, output_dir: str | Path):
+    def __init__(self, output_dir: str | Path, job: str = "", attempt: Sequence[int] = (0, 0, 0)):
+        """`job` names what would start this run again, and `attempt` says how often it has."""
         self.folder = Path(output_dir)
         self.path = self.folder / LOCK
-        self.holder = Holder.here()
+        self.holder = Holder.here(job, attempt)
         self._own = self.folder / f".{LOCK}.{self.holder.token}"
         self._file: int | None = None
         self._stop = threading.Event()
@@ -255,34 +256,6 @@ class Lease:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def was_restarted() -> bool:
-    """Whether a launcher started this process because an earlier attempt of the same job had ended."""
-    return any(_job(os.environ)[1])
-
-
-def _job(environment: Any) -> tuple[str, list[int]]:
-    """What would start this run again, by a name that stays, and the attempts so far.
-
-    shoal's own launcher names its attempts in torchrun's variables; torchrun itself has no name unless it was given
-    one, and is then known by its process.
-    """
-    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
-    launched = re.fullmatch(r"attempt (\d+)", run_id)
-    counts = (
-        environment.get("SLURM_RESTART_COUNT", ""),
-        launched[1] if launched else "",
-        environment.get("TORCHELASTIC_RESTART_COUNT", ""),
-    )
-    attempt = [int(count) if count.isdigit() else 0 for count in counts]
-    if slurm := environment.get("SLURM_JOB_ID"):
-        return f"SLURM job {slurm}", attempt
-    if launcher := environment.get("SHOAL_LAUNCHER"):
-        return f"launcher {launcher} on {_host()}", attempt
-    if run_id and run_id != "none":
-        return f"torchrun {run_id}", attempt
-    return (f"torchrun {os.getppid()} on {_host()}" if run_id else ""), attempt
 
 
 def _host() -> str:

@@ -26,20 +26,20 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     from shoal.config import load_run
     from shoal.launch.launcher import start, wants_processes
     from shoal.launch.worker import among_others
-    from shoal.processes.world import World
+    from shoal.processes.detect import detect, detect_attempt
     from shoal.training import train as train_run
     from shoal.training.resume import check_start
     from shoal.training.signals import Stopped
 
     run = load_run(config, overrides or ())
     if wants_processes(run):
-        check_start(run, run.config.launch.processes)
+        check_start(run, run.config.launch.processes, any(detect_attempt()))
         raise typer.Exit(start(run, sys.argv[1:]))
-    world = World.from_environment()
-    check = partial(check_start, run, world.size)
-    with among_others(run, world, check) if world.size > 1 else nullcontext():
+    world = detect()
+    check = partial(check_start, run, world.size, world.was_restarted)
+    with among_others(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
-            outcome = train_run(run)
+            outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by
             if world.rank == 0:
                 _tell(outcome, run, config, overrides or [])

@@ -9,8 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Event, Thread
 from typing import Any
 
@@ -21,9 +20,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run, derive_batches
 from shoal.errors import UserError
-from shoal.launch.worker import ENDING, LAUNCHER, log_path
+from shoal.launch.worker import ENDING, log_path
+from shoal.processes.board import HUNG, find_board, keep_board
+from shoal.processes.detect import Node, detect_node, is_worker
+from shoal.processes.group import LOST_PEERS
 from shoal.processes.watchdog import kill_here
-from shoal.processes.world import HUNG, LOST_PEERS, World, find_board, keep_board
+from shoal.processes.world import World
 
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
 """Exit codes of a worker that was asked to stop, saved and left: nothing to repair."""
@@ -31,20 +33,21 @@ STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
 
 def wants_processes(run: Run) -> bool:
     """Whether this process is to start others instead of training itself."""
-    return "LOCAL_RANK" not in os.environ and run.config.launch.processes > 1
+    return not is_worker() and run.config.launch.processes > 1
 
 
 def start(run: Run, arguments: Sequence[str]) -> int:
     """Runs `shoal <arguments>` in every process; returns the exit code for the user's shell."""
     launch = run.config.launch
     derive_batches(run.config.training, launch.processes)  # refuses before there is anything to end
-    node = _find_node(run)
-    os.environ[LAUNCHER] = str(os.getpid())
+    node = detect_node(launch.nodes, launch.procs_per_node)
+    board = _open_board(run, node)
+    os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # a large model is not saved in torch's 30 s
     logging.disable(logging.ERROR)  # of torch's launcher: we say it in one line ourselves
     try:
-        return _run_until_it_ends(run, node, arguments)
+        return _run_until_it_ends(run, node.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except dist.DistError as error:
@@ -56,18 +59,24 @@ def start(run: Run, arguments: Sequence[str]) -> int:
         ) from None
 
 
-def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
+def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]) -> int:
     launch = run.config.launch
-    attempt = int(node.board.compare_set("attempt", "", "0"))  # of all machines: one that comes late joins in
+    attempt = int(board.compare_set("attempt", "", "0"))  # of all machines: one that comes late joins in
     while True:
         # Schedulers warn by SIGUSR1. torch passes SIGTERM on to the workers, and it means the same to them.
         signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM):  # while torch waits for other machines, it sees no handler
             signal.signal(number, signal.SIG_DFL)
-        hung = HUNG.format(f"attempt {attempt}, start 0")
-        with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _ending_silent_workers(node, launch.nodes, hung):
+        run_id = f"attempt {attempt}"
+        hung = HUNG.format(World(run_id=run_id).attempt_name)
+        with (
+            tempfile.TemporaryDirectory(prefix="shoal-") as scratch,
+            _ending_silent_workers(board, hung) if launch.nodes > 1 else nullcontext(),
+        ):
             try:
-                elastic_launch(_launch_config(run, node, attempt, scratch), sys.executable)("-m", "shoal", *arguments)
+                elastic_launch(_launch_config(run, node, board, run_id, scratch), sys.executable)(
+                    "-m", "shoal", *arguments
+                )
                 return 0
             except ChildFailedError as failed:
                 exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
@@ -76,93 +85,62 @@ def _run_until_it_ends(run: Run, node: Node, arguments: Sequence[str]) -> int:
             codes = {128 - code for code in codes}
         if stopped := STOPPED & codes:
             return min(stopped)
-        if node.board.check([ENDING]):  # an error that would only come again; the worker has told it
-            return int(node.board.get(ENDING))
-        if node.board.check([hung]):  # which the workers have told, and have ended each other for
-            what = f"{json.loads(node.board.get(hung))['who']} hung"
+        if board.check([ENDING]):  # an error that would only come again; the worker has told it
+            return int(board.get(ENDING))
+        if board.check([hung]):  # which the workers have told, and have ended each other for
+            what = f"{json.loads(board.get(hung))['who']} hung"
         else:
             rank = min(exit_codes, key=lambda rank: _distance_from_cause(exit_codes[rank]))
             what = f"rank {rank} {_how_it_ended(exit_codes[rank], run, rank)}"
         if attempt >= launch.max_restarts:
             print(f"shoal: {what}; giving up after {launch.max_restarts} restarts", file=sys.stderr)
             return 1
-        node.board.compare_set("attempt", str(attempt), str(attempt + 1))
+        board.compare_set("attempt", str(attempt), str(attempt + 1))
         attempt += 1
         again = f"starting again, from the last checkpoint if there is one ({attempt} of {launch.max_restarts})"
         print(f"shoal: {what}; {again}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _ending_silent_workers(node: Node, nodes: int, hung: str) -> Iterator[None]:
+def _ending_silent_workers(board: Any, hung: str) -> Iterator[None]:
     """Workers end those of their machine that hang and do not answer; where none answers, the launcher has to."""
     ended = Event()
 
     def watch() -> None:
         with suppress(dist.DistError):
-            board = find_board(node.address, node.board.port)  # its own, for no two threads can share a connection
+            own = find_board(board.host, board.port)  # for no two threads can share a connection
             while not ended.wait(1):
-                if board.check([hung]):
-                    kill_here(json.loads(board.get(hung))["silent"])
+                if own.check([hung]):
+                    kill_here(json.loads(own.get(hung))["silent"])
                     return
 
     watcher = Thread(target=watch, name="shoal-silent-workers", daemon=True)
-    if nodes > 1:
-        watcher.start()
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
-        if nodes > 1:
-            watcher.join(10)
+        watcher.join(10)
 
 
-@dataclass(frozen=True)
-class Node:
-    """This machine among those of the run, and the board that the first of them keeps as long as the run lasts."""
-
-    rank: int
-    address: str
-    board: Any
+def _open_board(run: Run, node: Node) -> Any:
+    """The first machine keeps the board as long as the run lasts."""
+    if node.rank == 0:
+        return keep_board(node.address, node.port, loopback_only=run.config.launch.nodes == 1)
+    return find_board(node.address, node.port, run.config.distributed.init_timeout)
 
 
-def _find_node(run: Run) -> Node:
-    launch = run.config.launch
-    if launch.nodes == 1:
-        World.from_environment()  # refuses a rank that some other launcher half gave us
-        return Node(0, "127.0.0.1", keep_board("127.0.0.1", 0, loopback_only=True))
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"launch.nodes = {launch.nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of every "
-            f"node; missing: {', '.join(missing)}"
-        )
-    address, port, rank = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["NODE_RANK"]
-    if not port.isdigit() or not rank.isdigit() or int(rank) >= launch.nodes:
-        raise UserError(
-            f"MASTER_PORT={port}, NODE_RANK={rank}: both are numbers, and NODE_RANK is below {launch.nodes}"
-        )
-    size = os.environ.get("WORLD_SIZE", str(launch.processes))
-    if size != str(launch.processes):
-        raise UserError(
-            f"the environment says WORLD_SIZE={size}, but launch.nodes {launch.nodes} × procs_per_node "
-            f"{launch.procs_per_node} = {launch.processes}; unset it or make them agree"
-        )
-    if rank == "0":
-        return Node(0, address, keep_board(address, int(port), loopback_only=False))
-    return Node(int(rank), address, find_board(address, int(port), run.config.distributed.init_timeout))
-
-
-def _launch_config(run: Run, node: Node, attempt: int, scratch: str) -> LaunchConfig:
+def _launch_config(run: Run, node: int, board: Any, run_id: str, scratch: str) -> LaunchConfig:
     launch = run.config.launch
     return LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.procs_per_node,
         rdzv_backend="static",
-        rdzv_endpoint=f"{node.address}:{node.board.port}",
-        rdzv_configs={"rank": node.rank, "timeout": int(run.config.distributed.init_timeout)},
-        local_addr=node.address,
-        run_id=f"attempt {attempt}",
+        rdzv_endpoint=f"{board.host}:{board.port}",
+        rdzv_configs={"rank": node, "timeout": int(run.config.distributed.init_timeout)},
+        local_addr=board.host,
+        run_id=run_id,
         max_restarts=0,  # it would not say who died, nor know what is worth repeating
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=scratch),

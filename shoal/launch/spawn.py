@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.world import free_port
+from shoal.processes.detect import rank_in
+from shoal.processes.group import free_port
 
 GRACE_SECONDS = 0.5
 """After an error: peers of a process that died see a lost connection, often before its death is seen here."""
@@ -37,8 +38,8 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
     """What `function(*args)` returns, by rank. The first error ends the other processes and is raised here."""
     if processes < 1:
         raise UserError(f"launch_distributed: processes = {processes}; it must be at least 1")
-    if "RANK" in os.environ:
-        raise UserError(f"launch_distributed: this process is already rank {os.environ['RANK']} of a run")
+    if (rank_here := rank_in(os.environ)) is not None:
+        raise UserError(f"launch_distributed: this process is already rank {rank_here} of a run")
     method = _choose_method(function, args) if start_method == "auto" else start_method
     # Of a forked process the other threads are gone, and with them OpenMP's, for which it would wait for ever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)

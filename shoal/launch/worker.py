@@ -17,11 +17,9 @@ import torch.distributed as dist
 from shoal.checkpoint import CheckpointManager
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.processes import world as processes
-from shoal.processes.world import LOST_PEERS, World, attempt, peers_are_lost
-
-LAUNCHER = "SHOAL_LAUNCHER"
-"""The variable in which shoal's own launcher tells its process id."""
+from shoal.processes.board import board_of, store_of
+from shoal.processes.group import LOST_PEERS, peers_are_lost
+from shoal.processes.world import World
 
 ENDING = "ending"
 """On the board: the exit code of a run that would only fail again."""
@@ -32,17 +30,20 @@ def log_path(run: Run, rank: int) -> Path:
 
 
 @contextmanager
-def among_others(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+def among_others(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Rank 0 keeps the terminal, the others write to `logs/rank_<n>.log`; the first error reaches the terminal.
+
+    Yields a file descriptor that writes to the terminal on every rank.
 
     The process ends here if there was one: its peers may hang in a collective, and taking leave of them would too.
     `check` comes before there are logs, so that a run which it refuses leaves no folder.
     """
-    _end_with_launcher()
-    if world.board.check([ENDING]):
-        os._exit(int(world.board.get(ENDING)))
+    _end_with_launcher(world)
+    board = board_of(world)
+    if board.check([ENDING]):
+        os._exit(int(board.get(ENDING)))
     path, manager = log_path(run, world.rank), CheckpointManager(run.config.output_dir)
-    processes.terminal = terminal = os.dup(2)
+    terminal = os.dup(2)
     try:
         saved_before = manager.steps()
         check()
@@ -50,7 +51,7 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
             if world.rank > 0:
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-            yield
+            yield terminal
             _leave_after_rank_0(world)
     except Exception as error:
         by_user = isinstance(error, UserError | PermissionError)
@@ -61,10 +62,10 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
         if peers_are_lost(error):
             os._exit(LOST_PEERS)
         code = 2 if by_user else 1
-        if world.board.add(f"errors of {attempt()}", 1) == 1:
+        if board.add(f"errors of {world.attempt_name}", 1) == 1:
             os.write(terminal, (text if by_user else f"shoal: rank {world.rank} failed\n{text}").encode())
             if by_user or manager.steps() == saved_before:
-                world.board.set(ENDING, str(code))
+                board.set(ENDING, str(code))
         sys.stdout.flush()
         os._exit(code)
 
@@ -85,15 +86,15 @@ def _leave_after_rank_0(world: World) -> None:
     """A launcher ends all processes when the first leaves with a code, and rank 0 has to say goodbye."""
     with suppress(dist.DistError):  # the board went with whoever kept it
         if world.rank == 0:
-            world.store.set("rank 0 leaves", "")
+            store_of(world).set("rank 0 leaves", "")
         else:
-            world.store.wait(["rank 0 leaves"], timedelta(minutes=1))
+            store_of(world).wait(["rank 0 leaves"], timedelta(minutes=1))
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher(world: World) -> None:
     """On Linux: a launcher that is killed takes its workers along, which save and leave on SIGTERM."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
+    if world.launcher_pid not in (None, os.getppid()):
         os._exit(128 + signal.SIGTERM)  # it was killed before we asked to be told

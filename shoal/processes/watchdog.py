@@ -20,11 +20,9 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from shoal.processes import world as processes
-from shoal.processes.world import HUNG, LOST_PEERS, World, attempt, find_board
-
-TORCHS_SECONDS = 60
-"""How much longer than ours torch's own timeouts are: they would end the run without saying who was waited for."""
+from shoal.processes.board import HUNG, find_board
+from shoal.processes.group import LOST_PEERS
+from shoal.processes.world import World
 
 FRAMES = 8
 """Innermost frames of a main thread in the message; the rank's log has all of them."""
@@ -82,8 +80,16 @@ class Watchdog:
     board is gone it stays silent, and torch's own timeouts remain.
     """
 
-    def __init__(self, world: World, timeout_seconds: float, init_timeout_seconds: float, log: Path | None = None):
-        self.world, self.log = world, log
+    def __init__(
+        self,
+        world: World,
+        timeout_seconds: float,
+        init_timeout_seconds: float,
+        log: Path | None = None,
+        terminal: int = 2,
+    ):
+        """`terminal` is the file descriptor that messages to the user are written to."""
+        self.world, self.log, self.terminal = world, log, terminal
         self.timeout_seconds, self.init_timeout_seconds = timeout_seconds, init_timeout_seconds
         self.tick_seconds = min(1.0, timeout_seconds / 20, init_timeout_seconds / 20)
         self.grace_seconds = 1 + 3 * self.tick_seconds
@@ -103,7 +109,6 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._watched_thread = get_ident()
-        self.world.least_timeout_seconds = max(self.timeout_seconds, self.init_timeout_seconds) + TORCHS_SECONDS
         self._thread.start()
         return self
 
@@ -118,8 +123,9 @@ class Watchdog:
             if self.world.size == 1:
                 self._watch_alone()
                 return
-            self._launchers_board = find_board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 10)
-            self._board = dist.PrefixStore(f"{attempt()}, watchdog", self._launchers_board)  # type: ignore[attr-defined]
+            self._launchers_board = find_board(self.world.address, self.world.port, 10)
+            names = f"{self.world.attempt_name}, watchdog"
+            self._board = dist.PrefixStore(names, self._launchers_board)  # type: ignore[attr-defined]
             with (self.log or Path(os.devnull)).open("a") as log:
                 try:
                     self._watch_with_others(log)
@@ -132,7 +138,7 @@ class Watchdog:
             if self._still_seconds >= self.limit_seconds() and place != warned_of:
                 here, warned_of = self._sighting(), place
                 text = [f"shoal: warning: nothing moves: {here}", *here.frames]
-                os.write(processes.terminal, "\n  ".join(text).encode() + b"\n")
+                os.write(self.terminal, "\n  ".join(text).encode() + b"\n")
 
     def _watch_with_others(self, log: TextIO) -> None:
         while self._next_place():
@@ -222,11 +228,19 @@ class Watchdog:
         key = "timeout" if limit_seconds == self.timeout_seconds else "init_timeout"
         text = describe(missing, answers, last_seen, f"distributed.{key} = {limit_seconds:g} s")
         where = f"  the stacks of all threads are in {self.log.parent}/rank_<n>.log\n" if self.log else ""
-        os.write(processes.terminal, f"shoal: {text}{where}".encode())
+        os.write(self.terminal, f"shoal: {text}{where}".encode())
         silent = [(seen.machine, seen.pid) for rank, seen in last_seen.items() if rank not in answers]
         told = {"who": _ranks(missing) if missing else "the run", "silent": silent}
-        self._launchers_board.set(HUNG.format(attempt()), json.dumps(told))
+        self._launchers_board.set(HUNG.format(self.world.attempt_name), json.dumps(told))
         self._board.set("silent", json.dumps(silent))
+
+
+def group_timeout_seconds(timeout_seconds: float, init_timeout_seconds: float) -> float:
+    """Returns the timeout for torch's process groups in a run with a watchdog.
+
+    It is a minute longer than the watchdog's own: torch would end the run without saying who was waited for.
+    """
+    return max(timeout_seconds, init_timeout_seconds) + 60
 
 
 def this_machine() -> str:

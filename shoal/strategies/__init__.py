@@ -4,6 +4,7 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.errors import UserError
+from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.ddp import DDPStrategy
@@ -25,9 +26,14 @@ __all__ = [
 ]
 
 
-def from_config(config: Config) -> DistributedStrategy:
-    """The strategy a config names. `auto` is `single` for one process and `ddp` for several."""
-    training, distributed = config.training, config.distributed
+def from_config(
+    config: Config, world: World | None = None, timeout_seconds: float | None = None
+) -> DistributedStrategy:
+    """The strategy a config names. `auto` is `single` for one process and `ddp` for several.
+
+    `timeout_seconds` is that of its process groups, if it is not `distributed.timeout`.
+    """
+    training, distributed, world = config.training, config.distributed, world or detect()
     common: dict[str, Any] = {
         "device": training.device,
         "mixed_precision": training.mixed_precision,
@@ -38,11 +44,12 @@ def from_config(config: Config) -> DistributedStrategy:
         "seed": config.experiment.seed,
         "deterministic": config.experiment.deterministic,
         "backend": distributed.backend,
-        "timeout": distributed.timeout,
+        "timeout": distributed.timeout if timeout_seconds is None else timeout_seconds,
+        "world": world,
     }
     name = distributed.strategy
     if name == "auto":
-        name = "ddp" if World.from_environment().size > 1 else "single"
+        name = "ddp" if world.size > 1 else "single"
     if name == "single":
         return SingleStrategy(**common)
     if name in ("fsdp", "3d"):

@@ -18,6 +18,7 @@ from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
+from shoal.processes.world import World
 from shoal.seeding import SampleRng, mix
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.state import (
@@ -83,8 +84,9 @@ class DistributedStrategy(Ranks):
         deterministic: bool = False,
         backend: str = "auto",
         timeout: float = 1800,
+        world: World | None = None,
     ):
-        super().__init__(device, backend, timeout, tf32, deterministic)
+        super().__init__(device, backend, timeout, tf32, deterministic, world)
         self.precision, self.compile, self.seed = mixed_precision, compile, seed
         if isinstance(activation_checkpointing, str):
             activation_checkpointing = CheckpointingConfig(mode=activation_checkpointing)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
+from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.buffers import MovingBuffers
@@ -68,8 +69,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.zero = _check(stage, given)
         without_use = {key: why for key, why in idle_keys(self.zero.stage).items() if _is_given(self.zero, key)}
         self.idle: dict[str, str] = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
+        options["world"] = world = options.get("world") or detect()
         if config is not None:
-            self.zero = self._fit(config, training, options.get("mixed_precision", "fp32"))
+            self.zero = self._fit(config, training, world, options.get("mixed_precision", "fp32"))
         super().__init__(**options)
         self.stage = self.zero.stage
         self._check_options()
@@ -88,14 +90,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._looks_on = False
 
     def _fit(
-        self, config: str | os.PathLike[str] | Mapping[str, Any], training: TrainingConfig | None, precision: str
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any],
+        training: TrainingConfig | None,
+        world: World,
+        precision: str,
     ) -> DeepSpeedConfig:
         if self.zero != DeepSpeedConfig():
             raise UserError("DeepSpeedStrategy(config=…) says what the other options would; leave those out")
         in_python = isinstance(config, Mapping)
         told = dict(config) if isinstance(config, Mapping) else read_json(config)
         where = "DeepSpeedStrategy(config=…)" if in_python else f"distributed.deepspeed.config_file {config}"
-        fitted = fit_json(told, training, World.from_environment().size, where, precision)
+        fitted = fit_json(told, training, world.size, where, precision)
         self.idle = fitted.idle
         return DeepSpeedConfig(**fitted.options)
 

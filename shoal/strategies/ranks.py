@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.config.mesh import coordinates, data_rank, data_size
 from shoal.errors import UserError
 from shoal.parallel.device_mesh import build_mesh
-from shoal.processes.world import World, choose_backend
+from shoal.processes.detect import detect
+from shoal.processes.group import choose_backend, join, leave
+from shoal.processes.world import World
 from shoal.torch_private import set_group_timeout
 
 
@@ -30,8 +32,16 @@ class Ranks:
     needs_mesh = False
     """Whether it takes a process group also on one process."""
 
-    def __init__(self, device: str, backend: str, timeout: float, tf32: bool, deterministic: bool):
-        self.world = world = World.from_environment()
+    def __init__(
+        self,
+        device: str,
+        backend: str,
+        timeout: float,
+        tf32: bool,
+        deterministic: bool,
+        world: World | None = None,
+    ):
+        self.world = world = world or detect()
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_main_process = world.rank == 0
         sizes = self.mesh_sizes()
@@ -62,17 +72,17 @@ class Ranks:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
         if self.world.size > 1 or self.needs_mesh:
-            self.world.join(self.device, self.backend, self._timeout_seconds)
+            join(self.world, self.device, self.backend, self._timeout_seconds)
             self.mesh = self._build_mesh(self.mesh_sizes())
 
     def _build_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         mesh = build_mesh(self.device.type, **sizes)
         for group in mesh.get_all_groups():
-            set_group_timeout(group, max(self._timeout_seconds, self.world.least_timeout_seconds))
+            set_group_timeout(group, self._timeout_seconds)
         return mesh
 
     def teardown(self) -> None:
-        self.world.leave()
+        leave()
         if self._deterministic:
             torch.use_deterministic_algorithms(False)
         if self._tf32:

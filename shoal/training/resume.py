@@ -18,7 +18,7 @@ from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, o
 from shoal.checkpoint.frozen_base import Base
 from shoal.checkpoint.init_from import open_weights, weights_for
 from shoal.checkpoint.manager import check_same_model, check_same_run, find_start, num_bytes
-from shoal.checkpoint.run_lock import Lease, was_restarted
+from shoal.checkpoint.run_lock import Lease
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.config.mesh import check_layout
@@ -52,11 +52,11 @@ class Progress:
     """This run's `training`, with the schedule that the checkpoint was made with."""
 
 
-def check_start(run: Run, processes: int) -> None:
+def check_start(run: Run, processes: int, was_restarted: bool) -> None:
     """Refuses what so many processes could not begin with, before there are any, and before there is a run folder."""
     config = run.config
     check_layout(config, run.recipe_type(run.recipe_config), processes)
-    begins = not _find_start(run, CheckpointManager(config.output_dir), lambda warning: None)
+    begins = not _find_start(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
     if begins and config.checkpoint.init_from:
         open_weights(config.checkpoint.init_from)
 
@@ -79,7 +79,7 @@ def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[Lease]:
     """Makes the run folder, holds it against other runs, and writes the resolved config into it."""
     folder = Path(run.config.output_dir)
     phases = derive_batches(run.config.training, strategy.data_size)
-    lease = Lease(folder)
+    lease = Lease(folder, strategy.world.job, strategy.world.attempt)
     try:
         try:
             (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def restore(
 ) -> Progress:
     """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    folders = _find_start(run, manager, warn)
+    folders = _find_start(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
@@ -153,10 +153,10 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def _find_start(run: Run, manager: CheckpointManager, warn: Callable[[str], None]) -> list[Path]:
+def _find_start(run: Run, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool) -> list[Path]:
     resume = run.config.checkpoint.resume
     try:
-        return find_start(resume, manager, warn, was_restarted())
+        return find_start(resume, manager, warn, was_restarted)
     except PermissionError as error:
         raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
 

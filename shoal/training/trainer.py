@@ -19,10 +19,13 @@ from shoal.checkpoint.init_from import about_names
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.observe.memory import memory_gib
+from shoal.processes.board import once_per_node
 from shoal.processes.desync import check_replicas, check_samples
-from shoal.processes.watchdog import Watchdog
+from shoal.processes.detect import detect
+from shoal.processes.watchdog import Watchdog, group_timeout_seconds
+from shoal.processes.world import World
 from shoal.seeding import mix
-from shoal.strategies import DistributedStrategy, from_config
+from shoal.strategies import from_config
 from shoal.training.built import EVALUATED, Built
 from shoal.training.diagnose import first_bad_module
 from shoal.training.meter import flops_per_sample
@@ -54,24 +57,29 @@ class Outcome:
     """With `keep_best`: which of the steps that were saved was evaluated best."""
 
 
-def train(run: Run) -> Outcome:
-    """Trains a run to its end, going on from its last good checkpoint."""
-    strategy = from_config(run.config)
-    check_world(run, strategy.world)
-    check_start(run, strategy.world_size)
+def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
+    """Trains a run to its end, going on from its last good checkpoint.
+
+    `terminal` is the file descriptor on which the user is told of a hang.
+    """
+    world, distributed = world or detect(), run.config.distributed
+    timeout_seconds = group_timeout_seconds(distributed.timeout, distributed.init_timeout)
+    strategy = from_config(run.config, world, timeout_seconds)
+    check_world(run, world)
+    check_start(run, world.size, world.was_restarted)
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
             lease = folder.enter_context(open_run_folder(run, strategy))
             recipe = run.recipe_type(run.recipe_config)
-            strategy.world.once_per_node(recipe.prepare_data)
-        with open_watchdog(run, strategy) as watchdog, strategy, ExitStack() as resources:
+            once_per_node(world, recipe.prepare_data)
+        with open_watchdog(run, world, terminal) as watchdog, strategy, ExitStack() as resources:
             return Trainer(run, strategy, recipe, stop, resources, watchdog, lease).fit()
 
 
-def open_watchdog(run: Run, strategy: DistributedStrategy) -> Watchdog:
+def open_watchdog(run: Run, world: World, terminal: int) -> Watchdog:
     distributed = run.config.distributed
-    log = Path(run.config.output_dir) / "logs" / f"rank_{strategy.rank}.log" if strategy.world_size > 1 else None
-    return Watchdog(strategy.world, distributed.timeout, distributed.init_timeout, log)
+    log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
+    return Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
 
 
 class Trainer(Built):

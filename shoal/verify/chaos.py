@@ -22,6 +22,7 @@ from shoal.checkpoint import find_latest_checkpoint
 from shoal.checkpoint.inspect import Difference, diff, open_step
 from shoal.config import Run
 from shoal.errors import UserError
+from shoal.processes.detect import rank_in
 
 _LOOK_SECONDS = 0.005
 _TIMES = ("_per_second", "seconds", "memory_gib", "mfu")
@@ -232,7 +233,7 @@ def _rank_of(pid: int) -> str | None:
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except (OSError, ValueError):
         return None
-    return environment.get("RANK") if "shoal" in command and "train" in command else None
+    return rank_in(environment) if "shoal" in command and "train" in command else None
 
 
 def _repeats(run: Run) -> bool:

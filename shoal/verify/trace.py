@@ -17,6 +17,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
+from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_replicas, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
@@ -73,7 +74,7 @@ class _Tracer:
         self.run, self.trace = run, Trace()
         self.strategy = from_config(run.config)
         self.recipe = run.recipe_type(run.recipe_config)
-        self.strategy.world.once_per_node(self.recipe.prepare_data)
+        once_per_node(self.strategy.world, self.recipe.prepare_data)
 
     def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
         self._prepare(SGD_TRAINING)

@@ -22,6 +22,7 @@ from shoal.checkpoint import find_latest_checkpoint
 from shoal.checkpoint import run_lock as lease
 from shoal.checkpoint.run_lock import Holder, Lease
 from shoal.errors import UserError
+from shoal.processes.detect import detect
 
 SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 
@@ -216,22 +217,17 @@ JOBS = [
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(("before", "after", "takes_over"), JOBS)
 def test_a_later_attempt_of_the_same_job_takes_over_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: dict[str, str], takes_over: bool
+    tmp_path: Path, before: dict[str, str], after: dict[str, str], takes_over: bool
 ) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SHOAL_LAUNCHER", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in before.items():
-        monkeypatch.setenv(name, value)
-    with Lease(tmp_path) as first:
-        for name, value in after.items():
-            monkeypatch.setenv(name, value)
+    earlier, later = detect(before), detect(after)
+    with Lease(tmp_path, earlier.job, earlier.attempt) as first:
         if takes_over:
-            with Lease(tmp_path) as second:
+            with Lease(tmp_path, later.job, later.attempt) as second:
                 second.check()
                 with pytest.raises(UserError, match="taken over"):
                     first.check()
         else:
-            with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+            with pytest.raises(UserError, match="in use"), Lease(tmp_path, later.job, later.attempt):
                 pass
             first.check()
 

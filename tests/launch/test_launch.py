@@ -185,7 +185,7 @@ def test_another_torchrun_than_the_config_says(toy: ToyRun) -> None:
 @pytest.mark.parametrize(
     ("world", "override"),
     [
-        (World(0, 1, 0, 1), TWO),
+        (World(), TWO),
         (World(0, 2, 0, 2), "launch.procs_per_node=1"),
         (World(0, 2, 0, 2), "launch.nodes=2"),
         (World(0, 2, 0, 1), "launch.nodes=1"),

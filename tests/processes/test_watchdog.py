@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -20,12 +19,14 @@ import torch.distributed as dist
 from pool import Pool
 
 from shoal.processes import watchdog as watchdog_module
-from shoal.processes import world as processes
+from shoal.processes.board import board_of, once_per_node
+from shoal.processes.detect import detect
 from shoal.processes.watchdog import (
     Sighting,
     Watchdog,
     collective_of,
     describe,
+    group_timeout_seconds,
     kill_here,
     not_arrived,
     this_machine,
@@ -97,7 +98,13 @@ def wait_in_a_collective() -> tuple[str, str]:
             time.sleep(0.6)
             dist.all_reduce(total)
             return "", ""
-        background = threading.Thread(target=World().once_per_node, args=(lambda: dist.all_reduce(total),))
+        background = threading.Thread(
+            target=once_per_node,
+            args=(
+                World(),
+                lambda: dist.all_reduce(total),
+            ),
+        )
         look = threading.Thread(target=lambda: (time.sleep(0.3), found.append(watchdog._sighting())))
         look.start()
         background.start()
@@ -114,8 +121,8 @@ def test_a_loop_that_waits_for_its_writing_thread(pool2: Any) -> None:
 
 def hang(folder: Path) -> tuple[str, list[int]]:
     """Rank 1 sleeps, and later goes on: here the watchdogs are kept from ending the processes."""
-    world = World.from_environment()
-    assert world.board
+    world = detect()
+    board_of(world)
     exits: list[int] = []
 
     def leave(code: int) -> None:
@@ -124,8 +131,8 @@ def hang(folder: Path) -> tuple[str, list[int]]:
 
     watchdog_module.os._exit = leave  # type: ignore[assignment]
     message = folder / f"message {world.rank}"
-    with message.open("w") as terminal, Watchdog(world, 1, 60, folder / f"rank_{world.rank}.log") as watchdog:
-        processes.terminal = terminal.fileno()
+    log = folder / f"rank_{world.rank}.log"
+    with message.open("w") as terminal, Watchdog(world, 1, 60, log, terminal.fileno()) as watchdog:
         watchdog.started = True
         dist.barrier()
         watchdog.at("evaluation", 5)
@@ -156,9 +163,7 @@ def test_a_rank_that_sleeps_while_the_other_waits(tmp_path: Path) -> None:
 
 
 def test_torch_waits_longer_than_the_watchdog() -> None:
-    world = World()
-    with Watchdog(world, 600, 1800):
-        assert world.least_timeout_seconds > 1800
+    assert group_timeout_seconds(600, 1800) == group_timeout_seconds(1800, 600) > 1800
 
 
 def test_what_was_seen_is_not_kept() -> None:
@@ -204,14 +209,10 @@ def test_what_counts_as_still(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_board_that_is_not_there_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        monkeypatch.setattr("shoal.processes.watchdog.find_board", refuse)
-        with Watchdog(World(0, 2, 0, 2), 0.1, 0.1, tmp_path / "log") as watchdog:
-            time.sleep(0.4)
-        assert not watchdog._thread.is_alive()
+    monkeypatch.setattr("shoal.processes.watchdog.find_board", refuse)
+    with Watchdog(World(0, 2), 0.1, 0.1, tmp_path / "log") as watchdog:
+        time.sleep(0.4)
+    assert not watchdog._thread.is_alive()
     assert "Traceback" not in capfd.readouterr().err
 
 

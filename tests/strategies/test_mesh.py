@@ -14,6 +14,7 @@ from verify.planted import Ragged
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
+from shoal.processes.world import World
 from shoal.strategies import DistributedStrategy, MeshStrategy, SingleStrategy
 from shoal.training.diagnose import first_bad_module
 from shoal.training.optimizers import build_optimizer
@@ -156,11 +157,6 @@ def test_a_bad_parameter_of_one_stage_is_named(pool2: Pool) -> None:
         ({"sharding_strategy": "NO_SHARD"}, "under 3d the mesh says who shards"),
     ],
 )
-def test_what_a_pipeline_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, options: Any, words: str) -> None:
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def test_what_a_pipeline_cannot_do_is_refused(options: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        pipeline(**options)
+        pipeline(world=World(0, 2), **options)

@@ -1,0 +1,82 @@
+"""The board: a store where the processes of a run, and their launcher, leave word for each other."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, lru_cache
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.errors import UserError
+from shoal.processes.world import World
+
+HUNG = "hung in {}"
+"""On the board, for an attempt: `who` the others waited for in vain, and the processes that are `silent`, in JSON."""
+
+
+@lru_cache(maxsize=1)  # a process has one world, however often it asks
+def board_of(world: World) -> Any:
+    """Returns this process's connection to the board, which rank 0 opens unless the launcher has."""
+    if world.rank == 0 and not world.launcher_keeps_board:
+        return _kept_board(world.address, world.port, world.on_one_machine)
+    return find_board(world.address, world.port)
+
+
+def store_of(world: World) -> Any:
+    """Returns the board with names of its own for every attempt of a launcher.
+
+    The first restart would otherwise read the addresses of the dead.
+    """
+    return dist.PrefixStore(world.attempt_name, board_of(world))  # type: ignore[attr-defined]
+
+
+def once_per_node(world: World, task: Callable[[], None]) -> None:
+    """Runs `task` in one process of each machine while the others wait, however long it takes."""
+    if world.size == 1:
+        task()
+        return
+    store, done = store_of(world), f"{task.__qualname__} on node {world.node}"
+    if world.local_rank == 0:
+        task()
+        store.set(done, "yes")
+    else:
+        while not store.check([done]):  # torch's `wait` would not hear a signal
+            time.sleep(0.05)
+
+
+def keep_board(address: str, port: int, loopback_only: bool) -> Any:
+    """Opens a board to others; port 0 takes a free one. Left to itself torch would listen on every interface."""
+    try:
+        if loopback_only:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family)
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port} cannot be used on this machine: {error.strerror}; choose another"
+        ) from None
+    # Multi-tenant: torch's own launcher, in the same process, then takes this one instead of making another.
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+_kept_board = cache(keep_board)  # stays open until the process ends: others may still look there
+
+
+def find_board(address: str, port: int, timeout_seconds: float = 300) -> Any:
+    """Connects to the board that another process keeps, waiting for it to come up."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+"""Finds out which process of a run this one is. No other file of shoal reads the variables that launchers set."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
+
+from shoal.errors import UserError
+from shoal.processes.world import World
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among those on which `shoal train` starts processes, and where the first of them is found."""
+
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    """0 lets the launcher take any free port."""
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> World:
+    """Returns the world that the environment describes as torchrun does; one process if it describes none.
+
+    Raises UserError if only some of the variables that make a rank are set.
+    """
+    world = World(
+        job=_job(environment),
+        run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
+        attempt=detect_attempt(environment),
+        group=_group(),
+    )
+    if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
+        return world
+    numbers = _read_numbers(environment)
+    launcher_pid = environment.get("SHOAL_LAUNCHER")
+    torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment variables"
+    return replace(
+        world,
+        rank=numbers["RANK"],
+        size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_size=numbers.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]),
+        address=environment["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        launcher_pid=int(launcher_pid) if launcher_pid else None,
+        found_by="shoal's launcher" if launcher_pid else torchrun,
+    )
+
+
+def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Returns how often SLURM, shoal's launcher and torchrun have started this run again.
+
+    shoal's launcher counts its attempts in torchrun's run id.
+    """
+    launched = re.fullmatch(r"attempt (\d+)", environment.get("TORCHELASTIC_RUN_ID", ""))
+    slurm, torchrun = environment.get("SLURM_RESTART_COUNT", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "")
+    return _number(slurm), int(launched[1]) if launched else 0, _number(torchrun)
+
+
+def detect_node(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> Node:
+    """Returns which of `nodes` machines this one is, for the launcher. Raises UserError if that cannot be told."""
+    if nodes == 1:
+        detect(environment)  # refuses a rank that some other launcher half gave us
+        return Node()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]
+    if missing:
+        raise UserError(
+            f"launch.nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of every "
+            f"node; missing: {', '.join(missing)}"
+        )
+    address, port, rank = environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["NODE_RANK"]
+    if not port.isdigit() or not rank.isdigit() or int(rank) >= nodes:
+        raise UserError(f"MASTER_PORT={port}, NODE_RANK={rank}: both are numbers, and NODE_RANK is below {nodes}")
+    processes = nodes * procs_per_node
+    size = environment.get("WORLD_SIZE", str(processes))
+    if size != str(processes):
+        raise UserError(
+            f"the environment says WORLD_SIZE={size}, but launch.nodes {nodes} × procs_per_node "
+            f"{procs_per_node} = {processes}; unset it or make them agree"
+        )
+    return Node(int(rank), address, int(port))
+
+
+def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a launcher started this process as one of several."""
+    return "LOCAL_RANK" in environment
+
+
+def rank_in(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the rank that a launcher gave to the process with this environment, if it gave one."""
+    return environment.get("RANK")
+
+
+def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
+    missing = [name for name in _NEEDED if name not in environment]
+    if missing:
+        given = ", ".join(f"{name}={environment[name]}" for name in _NEEDED if name in environment)
+        raise UserError(
+            f"the environment says {given}, but not {', '.join(missing)}: "
+            "start the processes by `torchrun` or by launch.procs_per_node, or unset all of them"
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        if name in environment:
+            if not environment[name].isdigit():
+                raise UserError(f"the environment says {name}={environment[name]!r}, which is not a number")
+            numbers[name] = int(environment[name])
+    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank >= size:
+        raise UserError(f"the environment says RANK={rank} in a world of WORLD_SIZE={size}; ranks count from 0")
+    return numbers
+
+
+def _group() -> Literal["to make", "made", "imagined"]:
+    if not dist.is_initialized():
+        return "to make"
+    return "imagined" if dist.get_backend() == "fake" else "made"
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """Returns a name for what would start this run again. torchrun without a run id is known by its process."""
+    if slurm := environment.get("SLURM_JOB_ID"):
+        return f"SLURM job {slurm}"
+    if launcher := environment.get("SHOAL_LAUNCHER"):
+        return f"launcher {launcher} on {socket.gethostname()}"
+    run_id = environment.get("TORCHELASTIC_RUN_ID")
+    if run_id == "none":
+        return f"torchrun {os.getppid()} on {socket.gethostname()}"
+    return f"torchrun {run_id}" if run_id else ""
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0

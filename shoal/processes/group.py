@@ -1,0 +1,86 @@
+"""The process group of a run: which backend it takes, joining, leaving, and how the loss of a peer looks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import UserError
+from shoal.processes.board import store_of
+from shoal.processes.world import World
+
+LOST_PEERS = 75
+"""Exit code of a process that ended only because another died or hung."""
+
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "pair closure",
+    "remote process exited or there was a network error",  # NCCL
+)
+
+
+def join(world: World, device: torch.device, backend: str, timeout_seconds: float) -> None:
+    """Makes the default process group, unless somebody has."""
+    if dist.is_initialized():
+        return
+    if world.size == 1:  # nobody to talk to, so nowhere to listen
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        return
+    if world.on_one_machine:  # which nobody else is to reach
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    dist.init_process_group(
+        backend,
+        store=store_of(world),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if "nccl" in backend else None,
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_backend(wanted: str, device: torch.device, world: World) -> str:
+    """gloo for CPU tensors and NCCL for CUDA's, unless ranks share a GPU, which NCCL refuses."""
+    if device.type != "cuda":
+        if wanted == "nccl":
+            raise UserError(
+                f"distributed.backend = nccl needs a CUDA device, but the run is on {device.type}; use auto"
+            )
+        return "gloo"
+    if wanted == "gloo":
+        return "gloo"
+    if world.local_size > torch.cuda.device_count():
+        raise UserError(
+            f"{world.local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; NCCL needs one each: "
+            "start fewer, or let them share by distributed.backend = gloo"
+        )
+    return "cpu:gloo,cuda:nccl"
+
+
+def peers_are_lost(error: BaseException) -> bool:
+    """Whether an error says no more than that other processes are gone, which is never the cause."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,75 @@
+"""Which process of a run this one is, from the variables that launchers set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from shoal.errors import UserError
+from shoal.processes.detect import Node, detect, detect_node
+from shoal.processes.world import World
+
+RANKS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_no_variables_are_one_process() -> None:
+    assert detect({}) == World()
+    assert detect({"MASTER_ADDR": "somewhere", "WORLD_SIZE": "1"}) == World()
+
+
+def test_all_variables_are_a_rank() -> None:
+    world = detect(RANKS)
+    assert world == World(1, 4, 1, 4, "127.0.0.1", 1, found_by="environment variables")
+    assert (world.node, world.on_one_machine, world.was_restarted) == (0, True, False)
+    world = detect(RANKS | {"RANK": "3", "LOCAL_WORLD_SIZE": "2"})
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (3, 4, 1, 2, 1)
+    assert not world.on_one_machine
+
+
+def test_torchrun_and_our_launcher_say_more() -> None:
+    world = detect(RANKS | ELASTIC)
+    assert (world.found_by, world.launcher_keeps_board, world.launcher_pid) == ("torchrun", True, None)
+    assert (world.attempt, world.attempt_name, world.was_restarted) == ((0, 0, 2), "none, start 2", True)
+    assert world.job.startswith(f"torchrun {os.getppid()} on ")
+    world = detect(RANKS | {"SHOAL_LAUNCHER": "11", "TORCHELASTIC_RUN_ID": "attempt 3", "SLURM_RESTART_COUNT": "1"})
+    assert (world.found_by, world.launcher_pid, world.attempt) == ("shoal's launcher", 11, (1, 3, 0))
+    assert world.job.startswith("launcher 11 on ")
+    assert detect({"SLURM_JOB_ID": "7"}).job == "SLURM job 7"
+
+
+def test_a_process_group_that_is_there_is_noticed() -> None:
+    assert detect({}).group == "to make"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert detect({}).group == "made"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_machine_of_a_launcher() -> None:
+    machine = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+    assert detect_node(1, 2, machine) == Node(0, "127.0.0.1", 0)
+    assert detect_node(2, 2, machine | {"WORLD_SIZE": "4"}) == Node(1, "head", 29500)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, ["RANK=0", "not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"]),
+        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "not RANK"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "not RANK"]),
+        ({key: RANKS[key] for key in RANKS if key != "MASTER_PORT"}, ["but not MASTER_PORT"]),
+        (RANKS | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
+        (RANKS | {"WORLD_SIZE": "four"}, ["WORLD_SIZE='four'"]),
+        (RANKS | {"MASTER_PORT": ""}, ["MASTER_PORT=''"]),
+        (RANKS | {"LOCAL_WORLD_SIZE": "two"}, ["LOCAL_WORLD_SIZE='two'"]),
+    ],
+)
+def test_some_variables_are_a_mistake(environment: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        detect(environment)
+    for word in words:
+        assert word in str(caught.value)
