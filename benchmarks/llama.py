@@ -184,7 +184,7 @@ def shoal_step(
     from shoal.strategies import from_config
     from shoal.training.optimizers import build_optimizer
     from shoal.types import MicroBatch, Weights
-    from shoal.weights.by_name import build
+    from shoal.weights import build
 
     model_keys = {"config": {"model_type": "llama", **sizes}}
     run = check_run(

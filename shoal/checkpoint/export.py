@@ -29,7 +29,7 @@ from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint
 from shoal.checkpoint.stored import Stored
 from shoal.config import check_run
 from shoal.errors import UserError
-from shoal.weights.by_name import parameters_on_meta
+from shoal.weights import parameters_on_meta
 
 Kind = Literal["hf", "safetensors", "torch"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

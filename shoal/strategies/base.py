@@ -38,7 +38,7 @@ from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
-from shoal.weights.by_name import DRAWN, materialise
+from shoal.weights import DRAWN, materialise
 
 
 class Objective(Protocol):

@@ -38,7 +38,7 @@ from shoal.strategies.buffers import MovingBuffers
 from shoal.tensors import local_slices, logical_shape, named_tensors
 from shoal.torch_private import as_rows
 from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
-from shoal.weights.by_name import DRAWN, materialise
+from shoal.weights import DRAWN, materialise
 
 CPU = torch.device("cpu")
 

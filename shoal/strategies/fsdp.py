@@ -27,7 +27,7 @@ from shoal.torch_private import uncompiled
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import DTYPES, half_type
 from shoal.types import MicroBatch, ParallelPlan, StepOutput, TrainState, Weights
-from shoal.weights.by_name import DRAWN, materialise, move_buffers
+from shoal.weights import DRAWN, materialise, move_buffers
 
 CPU = torch.device("cpu")
 

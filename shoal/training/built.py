@@ -30,7 +30,7 @@ from shoal.training.resume import Progress, check_room, restore
 from shoal.training.schedules import Schedule, build_schedule, say_jump
 from shoal.training.signals import StopFlag, Stopped
 from shoal.types import Weights
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 EVALUATED = ("eval/loss",)
 """The metrics that an evaluation gives, by which a checkpoint may be the best."""

@@ -20,7 +20,7 @@ from shoal.parallel.tensor.tensor_parallel import resolve
 from shoal.parallel.zero.partition import is_installed
 from shoal.types import ParallelPlan
 from shoal.verify.compare import Promise, Range
-from shoal.weights.by_name import parameters_on_meta
+from shoal.weights import parameters_on_meta
 
 GATHER, SCATTER, REDUCE, SWAP = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
 

@@ -24,7 +24,7 @@ from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
 from shoal.training.optimizers import build_optimizer
 from shoal.types import MicroBatch, TrainState
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
 MAX_NORM = 1.0

@@ -22,7 +22,7 @@ from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.parallel.zero.partition import load_deepspeed
 from shoal.strategies import DeepSpeedStrategy, SingleStrategy
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 

@@ -38,7 +38,7 @@ from shoal.strategies import SingleStrategy, from_config
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan, TrainState, Weights
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 RECIPE = """
 import torch

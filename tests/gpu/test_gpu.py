@@ -27,7 +27,7 @@ from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import Trainer
 from shoal.types import MicroBatch
 from shoal.verify import prove
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 

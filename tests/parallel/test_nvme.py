@@ -23,7 +23,7 @@ from shoal.parallel.zero.nvme import SwapFolder
 from shoal.strategies import DeepSpeedStrategy, DistributedStrategy, SingleStrategy
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 WIDTH = 1024  # files are for a megabyte and more

@@ -22,7 +22,7 @@ from shoal.errors import UserError
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.training import train
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.weights.by_name import build, materialise, parameters_on_meta
+from shoal.weights import build, materialise, parameters_on_meta
 
 transformers = pytest.importorskip("transformers")
 

@@ -30,7 +30,7 @@ from shoal.strategies import DeepSpeedStrategy, SingleStrategy
 from shoal.training import train
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.types import ParallelPlan
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 

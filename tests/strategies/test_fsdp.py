@@ -21,7 +21,7 @@ from shoal.strategies import DistributedStrategy, FSDPStrategy, SingleStrategy
 from shoal.training.optimizers import build_optimizer
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.types import ParallelPlan
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 
 class Narrow(Ragged):

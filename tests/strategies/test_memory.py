@@ -21,7 +21,7 @@ from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, FSDPStrategy
 from shoal.training.optimizers import build_optimizer
 from shoal.types import MicroBatch, Weights
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 MIB = 2**20
 WIDTH, BLOCKS = 1024, 16

@@ -19,7 +19,7 @@ from shoal.strategies import DistributedStrategy, MeshStrategy, SingleStrategy
 from shoal.training.diagnose import first_bad_module
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 
 class Staged(Ragged):

@@ -18,7 +18,7 @@ from shoal.processes.desync import Desync
 from shoal.strategies import from_config
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
-from shoal.weights.by_name import build
+from shoal.weights import build
 
 FSDP = ["distributed.strategy=fsdp"]
 HYBRID = [*FSDP, "distributed.fsdp.sharding_strategy=HYBRID_SHARD", "distributed.mesh.dp_replicate=2"]

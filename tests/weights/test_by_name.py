@@ -16,7 +16,7 @@ from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.strategies import DDPStrategy, FSDPStrategy, SingleStrategy
 from shoal.types import ParallelPlan, Weights
-from shoal.weights.by_name import build, materialise
+from shoal.weights import build, materialise
 
 INIT = Weights("init")
 CPU = torch.device("cpu")
