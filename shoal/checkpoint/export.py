@@ -21,12 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.file import write_safetensors
 from shoal.checkpoint.frozen_base import BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.inspect import open_step
-from shoal.checkpoint.manager import check_same_model
+from shoal.checkpoint.rotation import check_same_model
+from shoal.checkpoint.safetensors_files import write_safetensors
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint
-from shoal.checkpoint.stored import Stored
+from shoal.checkpoint.stored_tensor import Stored
 from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.weights import parameters_on_meta

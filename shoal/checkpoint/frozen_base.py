@@ -25,9 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shoal.checkpoint.boxes import Box, whole_box
 from shoal.checkpoint.peers import Peers
-from shoal.checkpoint.stored import parse_dtype, parse_lengths, tensor_digest
+from shoal.checkpoint.regions import Box, whole_box
+from shoal.checkpoint.stored_tensor import parse_dtype, parse_lengths, tensor_digest
 from shoal.errors import UserError
 from shoal.tensors import fingerprint, local_part
 from shoal.types import TrainState, Weights

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.frozen_base import Base, Referenced
-from shoal.checkpoint.manager import CheckpointManager, find_latest_checkpoint
+from shoal.checkpoint.rotation import CheckpointManager, find_latest_checkpoint
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError
 from shoal.tensors import logical_shape

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.frozen_base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
-from shoal.checkpoint.manager import CheckpointManager, note_of_damage
+from shoal.checkpoint.rotation import CheckpointManager, note_of_damage
 from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
-from shoal.checkpoint.stored import Stored, tensor_digest
+from shoal.checkpoint.stored_tensor import Stored, tensor_digest
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 

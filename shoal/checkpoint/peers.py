@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shoal.checkpoint.boxes import WrongLayout
+from shoal.checkpoint.regions import WrongLayout
 
 T = TypeVar("T")
 

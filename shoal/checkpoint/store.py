@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.checkpoint.boxes import Box, WrongLayout, local_box, why_not_whole
-from shoal.checkpoint.file import write_safetensors
 from shoal.checkpoint.frozen_base import BaseProblem, Referenced, parse_base
 from shoal.checkpoint.peers import Peers
-from shoal.checkpoint.stored import DamagedCheckpoint as DamagedCheckpoint
-from shoal.checkpoint.stored import Pieces, Stored, parse_tensors
+from shoal.checkpoint.regions import Box, WrongLayout, local_box, why_not_whole
+from shoal.checkpoint.safetensors_files import write_safetensors
+from shoal.checkpoint.stored_tensor import DamagedCheckpoint as DamagedCheckpoint
+from shoal.checkpoint.stored_tensor import Pieces, Stored, parse_tensors
 from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.types import TrainState

@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from shoal.checkpoint.init_from import about_names
-from shoal.checkpoint.manager import check_same_model
+from shoal.checkpoint.rotation import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.checkpoint.boxes import local_box, whole_box
 from shoal.checkpoint.frozen_base import Referenced
-from shoal.checkpoint.stored import Stored
+from shoal.checkpoint.regions import local_box, whole_box
+from shoal.checkpoint.stored_tensor import Stored
 from shoal.errors import UserError
 from shoal.tensors import local_part, named_tensors
 from shoal.torch_private import as_shard

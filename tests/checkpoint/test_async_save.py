@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from shoal.checkpoint import async_save as saver_module
 from shoal.checkpoint import open_checkpoint
 from shoal.checkpoint.async_save import Saver
-from shoal.checkpoint.file import write_safetensors
+from shoal.checkpoint.safetensors_files import write_safetensors
 from shoal.config import load_run
 from shoal.training import train
 from shoal.types import TrainState

@@ -30,8 +30,8 @@ from shoal.checkpoint import (
     write_checkpoint,
 )
 from shoal.checkpoint import store as store_module
-from shoal.checkpoint.boxes import Box, local_box, whole_box, why_not_whole
-from shoal.checkpoint.stored import Pieces, header_digest
+from shoal.checkpoint.regions import Box, local_box, whole_box, why_not_whole
+from shoal.checkpoint.stored_tensor import Pieces, header_digest
 from shoal.errors import UserError
 from shoal.types import TrainState
 

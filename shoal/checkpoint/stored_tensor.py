@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.checkpoint.boxes import Box, whole_box, why_not_whole
+from shoal.checkpoint.regions import Box, whole_box, why_not_whole
 
 LARGEST = 1 << 62  # elements that torch can still count, with room for the bytes of each
 

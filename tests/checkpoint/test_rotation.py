@@ -14,9 +14,9 @@ from conftest import ToyRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, manager, store
-from shoal.checkpoint.boxes import local_box
-from shoal.checkpoint.manager import find_best_checkpoint
+from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, rotation, store
+from shoal.checkpoint.regions import local_box
+from shoal.checkpoint.rotation import find_best_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.tensors import local_part
@@ -104,9 +104,9 @@ def test_what_is_kept_is_what_the_definition_says(
                 assert there(folder) == before
                 continue
             if what == "killed after publishing":
-                patch.setattr(manager, "kept", lambda *_: (_ for _ in ()).throw(Killed))
+                patch.setattr(rotation, "kept", lambda *_: (_ for _ in ()).throw(Killed))
             if what == "killed in removal":
-                patch.setattr(manager, "_remove", _hide_and_die)
+                patch.setattr(rotation, "_remove", _hide_and_die)
             try:
                 save(to, step, value)
                 killed = False
@@ -255,13 +255,13 @@ def test_a_run_keeps_its_best_and_ends_with_it(toy: ToyRun, capsys: pytest.Captu
     last = capsys.readouterr().out.splitlines()[-1]
     best = toy.output / "checkpoints" / "step_00000005"
     assert last == f"best: step 5, eval/loss 2, {best}; its weights are in the model"
-    stored = manager.open_checkpoint(best).read().model
+    stored = rotation.open_checkpoint(best).read().model
     for name, tensor in outcome.model.state_dict().items():
         assert torch.equal(tensor, stored[name]), name
     assert find_latest_checkpoint(toy.output) == toy.output / "checkpoints" / "step_00000010"
     assert find_best_checkpoint(toy.output) == best
     # The last step is evaluated before it is saved, so it is valued too.
-    assert manager.open_checkpoint(toy.output / "checkpoints" / "step_00000010").trainer["metrics"] == {"eval/loss": 9}
+    assert rotation.open_checkpoint(toy.output / "checkpoints" / "step_00000010").trainer["metrics"] == {"eval/loss": 9}
 
 
 @pytest.mark.usefixtures("losses")
@@ -281,7 +281,7 @@ def train_here(config: Path, overrides: list[str]) -> tuple[int | None, bool]:
     outcome = train(load_run(config, overrides))
     best = find_best_checkpoint(outcome.output_dir, mode="max")
     assert best is not None
-    stored = manager.open_checkpoint(best).stored().model
+    stored = rotation.open_checkpoint(best).stored().model
     parts = {name: (local_part(p), stored[name].read(*local_box(p))) for name, p in outcome.model.named_parameters()}
     return outcome.best_step, all(torch.equal(mine, theirs) for mine, theirs in parts.values())
 
