@@ -43,8 +43,8 @@ def compile_forward(module: nn.Module) -> None:
     module.forward = torch.compile(module.forward)
     viewed = [member for member in module.modules() if _VIEWS in vars(member)]
     if viewed:
-        module.register_forward_pre_hook(lambda *_: [_make_views(member) for member in viewed] and None)
-        module.register_forward_hook(lambda *_: [_drop_views(member) for member in viewed] and None, always_call=True)
+        module.register_forward_pre_hook(lambda *_: _make_views(viewed))
+        module.register_forward_hook(lambda *_: _drop_views(viewed), always_call=True)
 
 
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
@@ -59,11 +59,11 @@ def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ())
     def with_views(forward: Layer, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or vars(module)[_MADE]:
             return forward(*args, **kwargs)  # they are there already
-        _make_views(module)
+        _make_views([module])
         try:
             return forward(*args, **kwargs)
         finally:
-            _drop_views(module)
+            _drop_views([module])
 
     vars(module)[_VIEWS] = {name: _hide if name in hidden else view for name in names}
     vars(module)[_MADE] = {}
@@ -71,13 +71,15 @@ def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ())
     add_layer(module, with_views)
 
 
-def _make_views(module: nn.Module) -> None:
-    views: dict[str, View] = vars(module)[_VIEWS]
-    vars(module)[_MADE] |= {name: view(module._parameters[name]) for name, view in views.items()}  # type: ignore[arg-type]
+def _make_views(modules: list[nn.Module]) -> None:
+    for module in modules:
+        views: dict[str, View] = vars(module)[_VIEWS]
+        vars(module)[_MADE] |= {name: view(module._parameters[name]) for name, view in views.items()}  # type: ignore[arg-type]
 
 
-def _drop_views(module: nn.Module) -> None:
-    vars(module)[_MADE].clear()
+def _drop_views(modules: list[nn.Module]) -> None:
+    for module in modules:
+        vars(module)[_MADE].clear()
 
 
 def _hide(parameter: Tensor) -> None:

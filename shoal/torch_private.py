@@ -101,7 +101,7 @@ def times_written(tensor: Tensor) -> int:
 def call_without_hooks(module: nn.Module) -> Callable[[], None]:
     """Makes `module(...)` call the forward alone, without hooks, until the returned function is called."""
     before = module._compiled_call_impl
-    module._compiled_call_impl = module.forward  # type: ignore[assignment]
+    module._compiled_call_impl = module.forward
 
     def undo() -> None:
         module._compiled_call_impl = before

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,6 +41,21 @@ class Box(NamedTuple):
 
     def _ends(self) -> list[int]:
         return [start + side for start, side in zip(self.offset, self.shape, strict=True)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor of the model, and the part of it that this rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box | None
+    """Where this rank's part lies in the tensor; None if the tensor belongs to another stage of a pipeline."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def whole_box(shape: Sequence[int]) -> Box:

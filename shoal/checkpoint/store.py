@@ -22,7 +22,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ from torch import Tensor
 
 import shoal
 from shoal.checkpoint.frozen_base import BaseProblem, Referenced, parse_base
-from shoal.checkpoint.peers import Peers
-from shoal.checkpoint.regions import Box, WrongLayout, local_box, why_not_whole
+from shoal.checkpoint.peers import ALL, Peers
+from shoal.checkpoint.regions import Box, Held, WrongLayout, local_box, why_not_whole
 from shoal.checkpoint.safetensors_files import write_safetensors
 from shoal.checkpoint.stored_tensor import DamagedCheckpoint as DamagedCheckpoint
 from shoal.checkpoint.stored_tensor import Pieces, Stored, parse_tensors
@@ -45,7 +45,6 @@ FORMAT = 2
 """Of a checkpoint that refers to a base; a shoal that knows 1 alone would load half of it. Others are of format 1."""
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 ROOMS = ("model", "optimizer", "strategy")
-ALL = Peers()
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Checkpoint:
         state.model.update({name: reference.read() for name, reference in self.base.items()})
         return state
 
-    def checked_for(self, here: dict[str, Tensor], with_base: bool = False) -> TrainState:
+    def checked_for(self, here: Mapping[str, Held], with_base: bool = False) -> TrainState:
         """As `stored`, and everything that a rank needs which holds `here` of the model is compared with its digest.
 
         So damage is found before anything is overwritten. An optimizer's tensor is split as its parameter is. The base
@@ -88,9 +87,9 @@ class Checkpoint:
         """
         for name, stored in self.tensors.items():
             room, _, rest = name.partition("/")
-            tensor = here.get(rest.partition("/")[2] if room == "optimizer" else rest)
-            if room != "strategy" and tensor is not None and tensor.shape == stored.shape:
-                stored.check(*local_box(tensor))
+            held = here.get(rest.partition("/")[2] if room == "optimizer" else rest)
+            if room != "strategy" and held is not None and held.box is not None and held.shape == stored.shape:
+                stored.check(*held.box)
             else:
                 stored.check()
         state = self.stored()
@@ -119,13 +118,15 @@ class Checkpoint:
         return state
 
 
-def write_checkpoint(folder: Path, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
+def write_checkpoint(
+    folder: Path, state: TrainState, trainer: dict[str, Any], about: dict[str, Any], peers: Peers = ALL
+) -> None:
     """Publishes `folder` whole, or leaves nothing. Every rank calls it with its state and writes a part of it.
 
     A plain tensor is the same on every rank that has it; of a DTensor each rank writes what it holds. If it fails
     anywhere, it raises OSError on every rank; WrongLayout if what the ranks hold does not make up the tensors.
     """
-    publish(folder, deal_out(state), trainer, about)
+    publish(folder, deal_out(state, peers), trainer, about, peers)
 
 
 class Share(NamedTuple):

@@ -1,69 +1,25 @@
 """Where a run is computed."""
 
-from typing import Any
-
-from shoal.config.schema import Config
-from shoal.errors import UserError
-from shoal.processes.detect import detect
-from shoal.processes.world import World
-from shoal.strategies.base import DistributedStrategy, Objective
-from shoal.strategies.ddp import DDPStrategy
-from shoal.strategies.deepspeed import DeepSpeedStrategy
-from shoal.strategies.fsdp import FSDPStrategy
-from shoal.strategies.mesh import MeshStrategy, ThreeDParallelism
-from shoal.strategies.single import SingleStrategy
+from shoal.strategies.contract import DistributedStrategy
+from shoal.strategies.loop import Loop
+from shoal.strategies.presets import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    SingleStrategy,
+    ThreeDParallelism,
+    from_config,
+)
 
 __all__ = [
     "DDPStrategy",
     "DeepSpeedStrategy",
     "DistributedStrategy",
     "FSDPStrategy",
+    "Loop",
     "MeshStrategy",
-    "Objective",
     "SingleStrategy",
     "ThreeDParallelism",
     "from_config",
 ]
-
-
-def from_config(
-    config: Config, world: World | None = None, timeout_seconds: float | None = None
-) -> DistributedStrategy:
-    """The strategy a config names. `auto` is `single` for one process and `ddp` for several.
-
-    `timeout_seconds` is that of its process groups, if it is not `distributed.timeout`.
-    """
-    training, distributed, world = config.training, config.distributed, world or detect()
-    common: dict[str, Any] = {
-        "device": training.device,
-        "mixed_precision": training.mixed_precision,
-        "tf32": training.tf32,
-        "compile": training.compile,
-        "activation_checkpointing": training.activation_checkpointing,
-        "loss_chunks": training.loss_chunks,
-        "seed": config.experiment.seed,
-        "deterministic": config.experiment.deterministic,
-        "backend": distributed.backend,
-        "timeout": distributed.timeout if timeout_seconds is None else timeout_seconds,
-        "world": world,
-    }
-    name = distributed.strategy
-    if name == "auto":
-        name = "ddp" if world.size > 1 else "single"
-    if name == "single":
-        return SingleStrategy(**common)
-    if name in ("fsdp", "3d"):
-        mesh = distributed.mesh.model_dump() if distributed.mesh else None
-        always_so = {"backward_prefetch", "limit_all_gathers"}
-        options = distributed.fsdp.model_dump(exclude=always_so)
-        if name == "fsdp":
-            return FSDPStrategy(**common, mesh=mesh, **options)
-        if mesh is None:
-            raise UserError("distributed.strategy = 3d needs distributed.mesh, such as {pp: 2, dp_shard: -1, tp: 2}")
-        tensor, schedule = distributed.tensor.model_dump(), distributed.pipeline.schedule
-        return MeshStrategy(**common, mesh=mesh, schedule=schedule, **tensor, **options)
-    if name == "deepspeed":
-        options = distributed.zero.model_dump()
-        stage, file = options.pop("zero_stage"), options.pop("config_file")
-        return DeepSpeedStrategy(**common, stage=stage, config=file, training=training, **options)
-    return DDPStrategy(**common, **distributed.ddp.model_dump())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from shoal.checkpoint.boxes import Box
+from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
@@ -24,6 +24,7 @@ from shoal.processes.group import choose_backend, join, leave
 from shoal.processes.world import World
 from shoal.seeding import SampleRng
 from shoal.strategies.buffers import MovingBuffers
+from shoal.strategies.engines.plain import Reduction
 from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.update import Update
 from shoal.torch_private import set_group_timeout
@@ -33,21 +34,8 @@ from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 DRAWN = Weights("init")
-
-
-@dataclass(frozen=True)
-class Held:
-    """One tensor of the model, and the part of it that this rank holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    box: Box | None
-    """Where this rank's part lies in the tensor; None if the tensor belongs to another stage of a pipeline."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole tensor."""
-        return Box((0,) * len(self.shape), self.shape).numel * self.dtype.itemsize
+Builder = Callable[[nn.Module], Optimizer]
+"""Builds an optimizer of a model that has been cut and has its weights."""
 
 
 @dataclass
@@ -158,16 +146,28 @@ class DistributedStrategy(ABC):
     def prepare(
         self,
         model: nn.Module,
-        build_optimizer: Callable[[nn.Module], Optimizer],
+        build_optimizer: Builder,
         plan: ParallelPlan = NO_PLAN,
         weights: Weights = DRAWN,
     ) -> tuple[nn.Module, Optimizer]:
         """Cuts the model as the layout says, gives it its weights, and builds the optimizer of what this rank holds."""
 
+    @abstractmethod
+    def _place_model(
+        self,
+        model: nn.Module,
+        builders: Sequence[Builder],
+        plan: ParallelPlan,
+        weights: Weights,
+        reduction: Reduction,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> list[Optimizer]:
+        """Does the work of `prepare`, for any number of optimizers and either meaning of gradients."""
+
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
-        """Computes the gradient of (sum of losses) / (count) over the global batch; returns both, equal on all ranks."""
+        """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
         if self._moving_buffers:
             self._moving_buffers.before_step(model)
         batches = [self._prepare_batch(micro, recipe) for micro in micro_batches]

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from math import ceil, prod
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shoal.config.deepspeed_json import fit_json, idle_keys, read_json
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.checkpoint.regions import Box, Held, whole_box
+from shoal.config.deepspeed_json import idle_keys
 from shoal.errors import UserError
-from shoal.parallel.zero.limits import LookedAt, check_counts, check_optimizer, check_parameters
+from shoal.forward import add_layer
+from shoal.parallel.sharding.units import check_shardable
+from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_optimizer
 from shoal.parallel.zero.nvme import SwapFolder, load_operator
 from shoal.parallel.zero.partition import (
     Connection,
@@ -31,110 +29,96 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
-from shoal.processes.detect import detect
-from shoal.processes.world import World
-from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.buffers import MovingBuffers
-from shoal.tensors import local_slices, logical_shape, named_tensors
-from shoal.torch_private import as_rows
-from shoal.types import NO_PLAN, MicroBatch, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
-from shoal.weights import DRAWN, materialise
+from shoal.strategies.contract import DRAWN, Builder, DistributedStrategy, Engaged
+from shoal.strategies.engines.plain import PlainEngine, Reduction
+from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.state import restore_scale
+from shoal.strategies.update import Update
+from shoal.tensors import local_slices, logical_shape, named_tensors, tensors_with_names
+from shoal.torch_private import as_rows, shape_and_offset
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import apply_compile
+from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import autocast
+from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.weights.materialise import materialise
 
 CPU = torch.device("cpu")
 
 
-class DeepSpeedStrategy(DistributedStrategy):
-    """DeepSpeed's engine over all ranks. Losses, clipping, schedules and checkpoints are shoal's.
+class ZeroEngine(PlainEngine):
+    """DeepSpeed's engine, and a watch over gradients that never come."""
 
-    `config` is a DeepSpeed JSON, as a path or as a dict, in place of the other options.
-    """
+    def connect(self, engine: Any, model: nn.Module, rank: int, factor: float) -> None:
+        """`factor` makes the mean over ranks of a sum, for loops written by hand."""
+        self.module, self._rank, self._factor = engine, rank, factor
+        self.backward = self._backward
+        self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        self._waiting: set[str] = set()
+        """The trained parameters without a gradient from the micro-batch under way."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
 
-    name = "deepspeed"
-    needs_mesh = True
-    backs_plainly = False
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        self.module.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        self._waiting = {*self._trained}
+        self.module.backward(loss * (scale * self._factor), scale_wrt_gas=False)  # type: ignore[operator]
+        if self._waiting:
+            raise UserError(
+                f"{min(self._waiting)} took no part in the loss of a micro-batch on rank {self._rank}; DeepSpeed would "
+                "update it all the same, by an old gradient or by weight decay alone: freeze or remove it, or use "
+                "strategy ddp with find_unused_parameters"
+            )
+
+
+class ZeroUpdate(Update):
+    """Lets DeepSpeed step. It decides on the host: it waits for the norm, and skips an update that is not finite."""
 
     def __init__(
         self,
-        *,
-        stage: int | None = None,
-        offload_optimizer: str = "none",
-        offload_parameters: str = "none",
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        training: TrainingConfig | None = None,
-        **options: Any,
+        optimizer: Optimizer,
+        loss_scale: LossScale | None,
+        partition: Partition,
+        averaged_over: int,
+        device: torch.device,
     ):
-        """`training` is the run that a `config` has to agree with."""
-        given = {key: options.pop(key) for key in DeepSpeedConfig.model_fields.keys() & options.keys()}
-        given |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-        self.zero = _check(stage, given)
-        without_use = {key: why for key, why in idle_keys(self.zero.stage).items() if _is_given(self.zero, key)}
-        self.idle: dict[str, str] = {f"distributed.deepspeed.{key}": why for key, why in without_use.items()}
-        options["world"] = world = options.get("world") or detect()
-        if config is not None:
-            self.zero = self._fit(config, training, world, options.get("mixed_precision", "fp32"))
-        super().__init__(**options)
-        self.stage = self.zero.stage
-        self._check_options()
-        if self.device.type == "cpu":
-            for key in ("overlap_comm", "cpu_checkpointing"):
-                if getattr(self.zero, key):
-                    self.idle[f"distributed.deepspeed.{key}"] = "the run is on the CPU"
-        self._deepspeed = load_deepspeed(self.device)
-        self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
-        self._buffers = MovingBuffers(self.broadcast)
-        self._partition: Partition | None = None
-        self._folders: dict[str, SwapFolder] = {}
-        self._trained: frozenset[str] = frozenset()
-        self._waiting: set[str] = set()
-        """Those of them that have no gradient yet from the micro-batch that is under way."""
-        self._looks_on = False
+        """Stage 3 averages gradients over ranks and cannot do otherwise; unscaling them takes that back."""
+        self.optimizer, self.loss_scale = optimizer, loss_scale
+        self._partition, self._averaged_over, self._device = partition, averaged_over, device
 
-    def _fit(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, Any],
-        training: TrainingConfig | None,
-        world: World,
-        precision: str,
-    ) -> DeepSpeedConfig:
-        if self.zero != DeepSpeedConfig():
-            raise UserError("DeepSpeedStrategy(config=…) says what the other options would; leave those out")
-        in_python = isinstance(config, Mapping)
-        told = dict(config) if isinstance(config, Mapping) else read_json(config)
-        where = "DeepSpeedStrategy(config=…)" if in_python else f"distributed.deepspeed.config_file {config}"
-        fitted = fit_json(told, training, world.size, where, precision)
-        self.idle = fitted.idle
-        return DeepSpeedConfig(**fitted.options)
+    def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
+        if max_value:
+            raise UserError("clip(max_value=...): DeepSpeed clips by the norm alone; use max_norm, or strategy fsdp")
+        scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
+        norm, skipped = self._partition.step(max_norm, scale / self._averaged_over)
+        as_tensor = (torch.as_tensor(value, dtype=torch.float32, device=self._device) for value in (norm, skipped))
+        return StepInfo(*as_tensor)
 
-    def _check_options(self) -> None:
+    def zero_grad(self) -> None:
+        """DeepSpeed clears gradients when it steps."""
+
+
+class ZeroStrategy(DistributedStrategy):
+    """Computes with DeepSpeed's engine. Losses, clipping, schedules and checkpoints are shoal's."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         if self.device.type not in ("cpu", "cuda"):
             raise UserError(
                 f"distributed.strategy = deepspeed runs on cuda and cpu, not on {self.device.type}; use single"
             )
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise UserError(
-                f"training.mixed_precision = {self.precision} is not for strategy deepspeed; use bf16, or strategy fsdp"
-            )
-        if self.zero.cpu_checkpointing and self.activation_checkpointing.mode == "none":
-            raise UserError(
-                "distributed.deepspeed.cpu_checkpointing = true, but training.activation_checkpointing = none, so that "
-                "nothing is recomputed; use full"
-            )
-        if self.zero.cpu_checkpointing and self.compile:
-            raise UserError(
-                "distributed.deepspeed.cpu_checkpointing = true cannot look into compiled blocks; set training.compile "
-                "to false"
-            )
-
-    def mesh_sizes(self) -> dict[str, int]:
-        return {"dp_shard" if self.zero.stage == 3 else "dp_replicate": self.world.size}
-
-    def about(self) -> str:
-        split = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and weights"}[self.stage]
-        ranks = f"over {self.world.size} ranks" if self.world.size > 1 else "on one rank, so whole"
-        host = {"optimizer": self.zero.offload_optimizer, "weights": self.zero.offload_parameters}
-        places = {"cpu": "the host's memory"}
-        there = [f", {what} in {places.get(place, place)}" for what, place in host.items() if place != "none"]
-        return f"deepspeed ZeRO-{self.stage}, {split} {ranks}{''.join(there)}"
+        self._zero, self._stage = self.layout.zero, self.layout.zero.stage
+        self._deepspeed = load_deepspeed(self.device)
+        self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
+        self._engine: ZeroEngine | None = None
+        self._folders: dict[str, SwapFolder] = {}
+        self._is_first_step = False
 
     def setup(self) -> None:
         super().setup()
@@ -152,9 +136,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().teardown()
 
     def _end_engine(self) -> None:
-        if self._partition is not None:
-            self._partition = None
-            self.engine.destroy()  # type: ignore[operator]
+        if self._engine is not None:
+            self._engine.module.destroy()  # type: ignore[operator]
+            self._engine = None
         self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -162,57 +146,112 @@ class DeepSpeedStrategy(DistributedStrategy):
             folder.remove()
         self._folders = {}
 
-    # The loop's verbs
+    @property
+    def engine(self) -> nn.Module:
+        assert self._engine is not None
+        return self._engine.module
 
     def prepare(
         self,
         model: nn.Module,
-        build_optimizer: Callable[[nn.Module], Optimizer],
+        build_optimizer: Builder,
         plan: ParallelPlan = NO_PLAN,
         weights: Weights = DRAWN,
     ) -> tuple[nn.Module, Optimizer]:
-        """The optimizer is built while parameters have their shapes; it comes back with this rank's part of them."""
+        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum")
+        return model, optimizer
+
+    def _place_model(
+        self,
+        model: nn.Module,
+        builders: Sequence[Builder],
+        plan: ParallelPlan,
+        weights: Weights,
+        reduction: Reduction,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> list[Optimizer]:
+        """The optimizer is built while parameters have their shapes; DeepSpeed then takes both."""
+        if len(builders) > 1:
+            raise UserError("several optimizers: DeepSpeed's engine takes one; use strategy fsdp or ddp")
+        layout = self.layout
         self._end_engine()
-        check_parameters(model)
-        self._transform(model, plan)
-        self._cast_inside(model)
-        if self.stage == 3:
+        self.engaged = engaged = Engaged(not_in_force=self._not_in_force())
+        # Structure.
+        check_shardable(model)
+        if layout.loss_chunks > 1:
+            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, compiled=layout.compile)
+        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if layout.compile:
+            engaged.compiled_modules = apply_compile(model, plan)
+        if self._zero.cpu_checkpointing:
+            for name in engaged.checkpointed_modules:
+                add_layer(model.get_submodule(name), self._keep_inputs_on_host)
+        if layout.precision != "fp32":
+            add_layer(model, self._autocast_inside)
+        if self._stage == 3:
             cut_into_rows(model, self._rows_mesh())
-        # A model that was built is whole on the CPU; its parameters go to the device one by one.
-        one_by_one = self.stage == 3 and weights.kind == "built"
-        materialise(model, self.device, self.seed, weights, parameters_on=CPU if one_by_one else None)
+        # Memory. A model that was built is whole on the CPU; under stage 3 its parameters go to the device one by one.
+        one_by_one = self._stage == 3 and weights.kind == "built"
+        materialise(model, self.device, self._seed, weights, CPU if one_by_one else None)
         for parameter in model.parameters():
             if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
                 parameter.data = parameter.data.contiguous()
-        optimizer = build_optimizer(model)
+        optimizer = builders[0](model)
         check_optimizer(optimizer)
         self._open_folders(model, optimizer)
         config = self.engine_config(model)
-        if self.stage == 3:
+        if self._stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
-        self.engine, *_ = self._deepspeed.initialize(
+        module, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
-        self._partition = Partition(self.engine, _names(model))
-        self._buffers, self._looks_on = MovingBuffers(self.broadcast), self.stage == 3
-        self._watch_gradients(model)
-        return model, optimizer
+        self._engine = ZeroEngine(layout, self.device, self.mesh, reduction)
+        self._engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
+        self._partition = Partition(module, {parameter: name for name, parameter in model.named_parameters()})
+        surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
+        self._executor = InTurn(self._engine, surroundings)
+        self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
+        averaged_over = self.data_size if self._stage == 3 else 1
+        self._updates = {
+            optimizer: ZeroUpdate(optimizer, self._loss_scale, self._partition, averaged_over, self.device)
+        }
+        self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
+        self._held = self._find_held(model)
+        engaged.description = self._describe()
+        engaged.parameter_bytes = self._partition.parameter_bytes(model)
+        return [optimizer]
 
-    def _transform(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-        plan = super()._transform(model, plan)
-        if self.zero.cpu_checkpointing:
-            for name in self.checkpointed_modules:
-                _keep_inputs_on_host(model.get_submodule(name), pin_memory=self.device.type == "cuda")
-        return plan
+    def _not_in_force(self) -> dict[str, str]:
+        on_gpus = ("overlap_comm", "cpu_checkpointing") if self.device.type == "cpu" else ()
+        idle = {f"distributed.deepspeed.{key}": "the run is on the CPU" for key in on_gpus if getattr(self._zero, key)}
+        return {**self.layout.not_in_force, **idle}
+
+    def _describe(self) -> str:
+        split = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and weights"}[self._stage]
+        ranks = f"over {self.world.size} ranks" if self.world.size > 1 else "on one rank, so whole"
+        offloaded = {"optimizer": self._zero.offload_optimizer, "weights": self._zero.offload_parameters}
+        names = {"cpu": "the host's memory"}
+        places = [f", {part} in {names.get(place, place)}" for part, place in offloaded.items() if place != "none"]
+        return f"deepspeed ZeRO-{self._stage}, {split} {ranks}{''.join(places)}"
+
+    def _find_held(self, model: nn.Module) -> dict[str, Held]:
+        """Weights that stage 3 partitions are stored as rows; every rank has all other tensors whole."""
+        held = {}
+        for tensor, names in tensors_with_names(model):
+            shape = logical_shape(tensor)
+            in_rows = as_rows(torch.empty(0), shape, self._rows_mesh()) if hasattr(tensor, "ds_shape") else None
+            box = whole_box(shape) if in_rows is None else Box(*reversed(shape_and_offset(in_rows)))
+            held[names[0]] = Held(shape, tensor.dtype, box)
+        return held
 
     def engine_config(self, model: nn.Module) -> dict[str, Any]:
-        """What DeepSpeed is told. Its batch size, accumulation, clipping and types are not used: shoal sees to them."""
-        zero = self.zero.model_dump(
+        """Returns what DeepSpeed is told. Its batch size, accumulation, clipping and types are not used."""
+        zero = self._zero.model_dump(
             exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}
         )
-        zero = {key: value for key, value in zero.items() if key not in idle_keys(self.stage)}
+        zero = {key: value for key, value in zero.items() if key not in idle_keys(self._stage)}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        zero["reduce_bucket_size"] = self.zero.reduce_bucket_size or max(25 * 2**20 // 4, trained // 20)
+        zero["reduce_bucket_size"] = self._zero.reduce_bucket_size or max(25 * 2**20 // 4, trained // 20)
         if self.device.type == "cpu":
             zero["overlap_comm"] = False  # there is nothing to overlap with
         zero["offload_optimizer"] = self._offload("offload_optimizer")
@@ -221,233 +260,135 @@ class DeepSpeedStrategy(DistributedStrategy):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
-            "gradient_allreduce_op": "mean" if self.stage == 3 else "sum",
+            "gradient_allreduce_op": "mean" if self._stage == 3 else "sum",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.stage, **zero},
-            "aio": self.zero.aio.model_dump(),
+            "zero_optimization": {"stage": self._stage, **zero},
+            "aio": self._zero.aio.model_dump(),
         }
 
     def _open_folders(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """For what is to be on a disk; and the operator that reads and writes it."""
+        """Opens the folders of what is offloaded to a disk, and loads the operator that reads and writes them."""
         numels = {p: prod(logical_shape(p)) for p in model.parameters()}
         trained = sum(numel for p, numel in numels.items() if p.requires_grad)
         slots = int(bool(optimizer.defaults["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
         elements = {"offload_optimizer": trained * (2 + slots), "offload_parameters": sum(numels.values())}
         for key, count in elements.items():
-            place, told = getattr(self.zero, key), f"distributed.deepspeed.{key}"
+            place, full_key = getattr(self._zero, key), f"distributed.deepspeed.{key}"
             if place not in ("none", "cpu"):
-                here = count * 4 * self.world.local_size // self.world.size
-                self._folders[key] = SwapFolder(place, told, here)
-                load_operator(speaks=self.world.rank == 0 and len(self._folders) == 1, key=told)
+                bytes_on_machine = count * 4 * self.world.local_size // self.world.size
+                self._folders[key] = SwapFolder(place, full_key, bytes_on_machine)
+                load_operator(speaks=self.world.rank == 0 and len(self._folders) == 1, key=full_key)
 
     def _offload(self, key: str) -> dict[str, Any]:
         if key in self._folders:
             return {"device": "nvme", "nvme_path": str(self._folders[key].path)}
-        return {"device": getattr(self.zero, key), "pin_memory": self.device.type == "cuda"}
+        return {"device": getattr(self._zero, key), "pin_memory": self.device.type == "cuda"}
 
-    def _cast_inside(self, model: nn.Module) -> None:
+    def _autocast_inside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The engine turns autocast off around the model; inside of it, it is turned on again."""
-        if self.precision == "fp32":
-            return
-        inner = model.forward
+        with autocast(self.layout.precision, self.device):
+            return forward(*args, **kwargs)
 
-        @wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                return inner(*args, **kwargs)
-
-        model.forward = forward
+    def _keep_inputs_on_host(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a recomputed block saves for the backward are its inputs."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
+            return forward(*args, **kwargs)
 
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
-        if self._looks_on:
-            recipe, self._looks_on = LookedAt(recipe, model), False
-        with self._buffers.equal_at_start(model):
-            return super().forward_backward(model, micro_batches, recipe, step)
+        if self._is_first_step and self._stage == 3:
+            recipe = CheckedLoss(recipe, model)
+        self._is_first_step = False
+        return super().forward_backward(model, micro_batches, recipe, step)
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        self.engine.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
-        return nullcontext()
-
-    def back(self, loss: Tensor, scale: Tensor) -> None:
-        self._waiting = {*self._trained}
-        self.engine.backward(loss * scale, scale_wrt_gas=False)  # type: ignore[operator]
-        if self._waiting:
-            raise UserError(
-                f"{min(self._waiting)} took no part in the loss of a micro-batch on rank {self.world.rank}; DeepSpeed "
-                "would step it all the same, by an old gradient or by weight decay alone: freeze or remove it, or use "
-                "strategy ddp with find_unused_parameters"
-            )
-
-    def _watch_gradients(self, model: nn.Module) -> None:
-        trained = {name: p for p, name in _names(model).items() if p.requires_grad}
-        self._trained = frozenset(trained)
-        for name, parameter in trained.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
-
-    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
-        """DeepSpeed decides on the host: it waits for the norm, and skips an update whose norm is not finite."""
-        scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
-        norm, skipped = self._parts.step(max_norm, scale / self._averaged_over)
-        told = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in (norm, skipped)]
-        info = StepInfo(*told)
-        if self.loss_scale:
-            self.loss_scale.update(info.skipped)
-        return info
-
-    def named_gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """Whole ones, put together from all ranks."""
-        whole, times = self._deepspeed.utils.safe_get_full_grad, self._averaged_over
-        return {name: whole(p).detach() * times for p, name in _names(model).items() if p.requires_grad}
-
-    @property
-    def _averaged_over(self) -> int:
-        """Stage 3 averages gradients over ranks and cannot do otherwise; that is undone when they are unscaled."""
-        return self.data_size if self.stage == 3 else 1
-
-    def parameter_bytes(self, model: nn.Module) -> int:
-        return self._parts.parameter_bytes(model)
+    def gradients(self, model: nn.Module) -> dict[str, Tensor]:
+        """Puts whole gradients together from all ranks."""
+        whole, factor = self._deepspeed.utils.safe_get_full_grad, self.data_size if self._stage == 3 else 1
+        return {name: whole(p).detach() * factor for name, p in model.named_parameters() if p.requires_grad}
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
-        """Weights that every rank has, as they are; all else in rows, made of flat stretches one tensor at a time.
+        """Weights that every rank has are given as they are; all else in rows, made of flat stretches one at a time.
 
-        All ranks call it together. Rows are exchanged through the host's memory and stay there; where a part already
-        is rows, and in memory, it is not copied.
+        Rows are exchanged through the host's memory and stay there; a part that already is rows, and in memory, is not
+        copied.
         """
         self.sync_buffers(model)
-        parts, moments = self._parts, dict[str, dict[str, Tensor]]()
+        partition, moments = self._partition, dict[str, dict[str, Tensor]]()
         tensors = named_tensors(model)
-        for group, members in parts.members.items():
-            with parts.at_hand(group):
+        for group, members in partition.members.items():
+            with partition.at_hand(group):
                 for name, parameter in members.items():
-                    if self.stage == 3:
-                        tensors[name] = self._rows(name, parameter, parts.weights(name, parameter))
-                    if slots := parts.slots(name):
+                    if self._stage == 3:
+                        tensors[name] = self._rows(name, parameter, partition.weights(name, parameter))
+                    if slots := partition.slots(name):
                         moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
-        return TrainState(tensors, moments, self.loss_scale.state() if self.loss_scale else {})
+        return TrainState(tensors, moments, self._scale_state())
 
     @torch.no_grad()
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
-        """The inverse, one tensor at a time. Weights that are not in the state stay as they are."""
-        parts = self._parts
-        elsewhere = {name for members in parts.members.values() for name in members if self.stage == 3}
+        partition = self._partition
+        partitioned = {name for members in partition.members.values() for name in members if self._stage == 3}
         for name, tensor in named_tensors(model).items():
-            if name in state.model and name not in elsewhere:
+            if name in state.model and name not in partitioned:
                 tensor.copy_(_whole(state.model[name]))
-        parts.forget_slots()
-        for group, members in parts.members.items():
+        partition.forget_slots()
+        for group, members in partition.members.items():
             if group is not None:
                 check_counts(members, state)
-            with parts.to_change(group):
+            with partition.to_change(group):
                 for name, parameter in members.items():
-                    if name in elsewhere & state.model.keys():
-                        parts.put_weights(name, parameter, self._own_elements(name, parameter, state.model[name]))
+                    if name in partitioned & state.model.keys():
+                        elements = self._own_elements(name, parameter, state.model[name])
+                        partition.put_weights(name, parameter, elements)
                     if group is not None:
                         self._load_slots(name, parameter, state.optimizer.get(name, {}))
-        parts.settle()
-        own = self.loss_scale.state() if self.loss_scale else {}
-        for key in own.keys() & state.strategy.keys():
-            own[key].copy_(_whole(state.strategy[key]))
+        partition.settle()
+        restore_scale(self._scale_state(), state)
 
     def _load_slots(self, name: str, parameter: Tensor, slots: Mapping[str, Any]) -> None:
         for slot, value in slots.items():
             if slot != "step" and tuple(value.shape) == logical_shape(parameter):
-                self._parts.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
-            elif (kept := self._parts.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
+                self._partition.new_slot(name, slot).copy_(self._own_elements(name, parameter, value))
+            elif (kept := self._partition.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
                 raise UserError(
                     f"the {slot} of {name} is {_whole(value).item():g}, but {kept:g} of parameters beside it, and "
                     "DeepSpeed keeps one for all of them; go on with another distributed.strategy"
                 )
 
-    # Between them
-
-    @property
-    def _parts(self) -> Partition:
-        if self._partition is None:
-            raise UserError("DeepSpeedStrategy: call prepare(model, build_optimizer, plan) first")
-        return self._partition
-
     def _rows_mesh(self) -> DeviceMesh:
         assert self.mesh is not None
-        return self.mesh["dp_shard" if self.stage == 3 else "dp_replicate"]
+        return self.mesh["dp_shard" if self._stage == 3 else "dp_replicate"]
 
-    def _rows(self, name: str, parameter: Tensor, own: Tensor) -> Tensor:
-        """From this rank's stretch of a tensor that is as large as the parameter, its rows."""
-        shape, before = logical_shape(parameter), self._parts.stretches[name]
-        rows = exchange(own, before, row_stretches(shape, self.world.size))
-        if rows is own and self._parts.on_disk(self._parts.group.get(name)):
-            rows = own.clone()  # whose memory is about to be another group's
+    def _rows(self, name: str, parameter: Tensor, elements: Tensor) -> Tensor:
+        """Makes this rank's rows of a tensor as large as the parameter, of the flat elements that ranks have of it."""
+        shape, partition = logical_shape(parameter), self._partition
+        rows = exchange(elements, partition.stretches[name], row_stretches(shape, self.world.size))
+        if rows is elements and partition.on_disk(partition.group.get(name)):
+            rows = elements.clone()  # whose memory is about to be another group's
         count = len(rows) // max(1, prod(shape[1:]))
         return as_rows(rows.view(count, *shape[1:]), shape, self._rows_mesh())
 
     def _own_elements(self, name: str, parameter: Tensor, value: Any) -> Tensor:
-        """This rank's stretch of a tensor that everyone has, or that is on disk, or in rows."""
-        shape, parts = logical_shape(parameter), self._parts
+        """Returns this rank's flat elements of a tensor that is whole, on disk, or in rows."""
+        shape, partition = logical_shape(parameter), self._partition
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            own = parts.own[name]
-            return _whole(value).flatten()[own.start :][: own.numel]
+            own = partition.own[name]
+            return value.flatten()[own.start :][: own.numel]
         if isinstance(value, DTensor):
             rows = value.redistribute(self._rows_mesh(), [Shard(0)]).to_local()
         else:
             places = local_slices(as_rows(torch.empty(0), shape, self._rows_mesh()))
             rows = value.read([place.start for place in places], [place.stop - place.start for place in places])
-        return exchange(rows.flatten(), row_stretches(shape, self.world.size), parts.stretches[name])
-
-    # The small verbs
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        raise UserError(
-            "wrap_model: DeepSpeed takes model and optimizer together; use model, optimizer = "
-            "strategy.prepare(model, build_optimizer, plan), and strategy.engine in the forward"
-        )
-
-    def backward(self, loss: Tensor) -> None:
-        scale = self.loss_scale.scale if self.loss_scale else torch.ones((), device=self.device)
-        self.back(loss, scale / self.data_size)
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        raise UserError("clip_grad_norm: DeepSpeed clips while it steps; use strategy.step(optimizer, max_norm)")
-
-
-def _check(stage: int | None, options: dict[str, Any]) -> DeepSpeedConfig:
-    try:
-        zero = DeepSpeedConfig(zero_stage=stage, **options)  # type: ignore[arg-type]
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0]).removeprefix("zero_") if first["loc"] else ""
-        where = f"DeepSpeedStrategy({key}={first['input']!r}): " if key else ""
-        raise UserError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
-    if (why := zero.why_not_offload()) is not None:
-        raise UserError(f"DeepSpeedStrategy: {why.replace('zero_stage: ', 'stage=')}")
-    return zero
+        return exchange(rows.flatten(), row_stretches(shape, self.world.size), partition.stretches[name])
 
 
 def _swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Memory between a disk and weights: as many buffers as one module has weights, and some to read ahead."""
-    shapes = [[p.numel() for p in module.parameters(recurse=False)] for module in model.modules()]
-    largest = max((numel for numels in shapes for numel in numels), default=1)
-    return {"buffer_count": max(map(len, shapes)) + 4, "buffer_size": ceil(largest / ranks), "max_in_cpu": 0}
-
-
-def _is_given(zero: DeepSpeedConfig, key: str) -> bool:
-    return bool(getattr(zero, key) != DeepSpeedConfig.model_fields[key].default)
-
-
-def _keep_inputs_on_host(module: nn.Module, pin_memory: bool) -> None:
-    """What a recomputed block saves is what goes into it."""
-    recomputed = module.forward
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
-            return recomputed(*args, **kwargs)
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
+    """Returns the memory between a disk and weights: a buffer for each weight of one module, and some to read ahead."""
+    sizes = [[p.numel() for p in module.parameters(recurse=False)] for module in model.modules()]
+    largest = max((numel for numels in sizes for numel in numels), default=1)
+    return {"buffer_count": max(map(len, sizes)) + 4, "buffer_size": ceil(largest / ranks), "max_in_cpu": 0}
 
 
 def _whole(value: Any) -> Tensor:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.checkpoint.boxes import local_box
+from shoal.checkpoint.regions import Held, local_box
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
@@ -24,7 +24,7 @@ from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_st
 from shoal.parallel.sharding.units import check_shardable, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.strategies.buffers import MovingBuffers
-from shoal.strategies.contract import DRAWN, DistributedStrategy, Engaged, Held
+from shoal.strategies.contract import DRAWN, Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -39,10 +39,9 @@ from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import DTYPES
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, TrainState, Weights
-from shoal.weights.build import materialise, move_buffers
+from shoal.weights.materialise import materialise, move_buffers
 
 ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
-Builder = Callable[[nn.Module], Optimizer]
 
 
 @dataclass
@@ -125,7 +124,8 @@ class NativeStrategy(DistributedStrategy):
         engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
         if layout.compile:
             engaged.compiled_modules = apply_compile(model, plan)
-        engine = ENGINES[layout.engine](layout, self.device, self._weights_mesh, reduction)
+        kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
+        engine = kind(layout, self.device, self._weights_mesh, reduction)
         if layout.is_sharded_family:
             fsdp = layout.fsdp
             units = choose_units(model, plan, fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes)
@@ -138,10 +138,10 @@ class NativeStrategy(DistributedStrategy):
             if layout.is_sharded_family and layout.fsdp.buffer_dtype:
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
             engine.wrap(model)
-            surroundings = Surroundings(
-                self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head
+            surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
+            pipeline = (
+                Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry) if sides["pp"] > 1 else None
             )
-            pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry) if sides["pp"] > 1 else None
             self._executor = Overlapped(pipeline, surroundings) if pipeline else InTurn(engine, surroundings)
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
             optimizers = [build(model) for build in builders]
@@ -183,9 +183,7 @@ class NativeStrategy(DistributedStrategy):
             return None
         return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
 
-    def _update(
-        self, optimizer: Optimizer, model: nn.Module, engine: PlainEngine, pipeline: Pipeline | None
-    ) -> Update:
+    def _update(self, optimizer: Optimizer, model: nn.Module, engine: PlainEngine, pipeline: Pipeline | None) -> Update:
         check_optimizer(optimizer, model)
         if not self.layout.is_sharded_family:
             return Update(optimizer, self._loss_scale, engine.keeps_gradients)

@@ -56,7 +56,12 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
             kept = torch.empty(part.shape, dtype=part.dtype, device=local_part(whole).device).copy_(part)
             sharded = alike and isinstance(parameter, DTensor)
             optimizer.state[parameter][slot] = as_shard(kept, parameter) if sharded else kept
-    for name in own.keys() & state.strategy.keys():  # a checkpoint of another precision has none
+    restore_scale(own, state)
+
+
+def restore_scale(own: dict[str, Tensor], state: TrainState) -> None:
+    """Puts back the loss scale; a checkpoint of another precision has none."""
+    for name in own.keys() & state.strategy.keys():
         own[name].copy_(_part(state.strategy[name], own[name]))
 
 

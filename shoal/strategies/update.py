@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -29,6 +29,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Update:
     """Steps an optimizer whose parameters are plain tensors that this rank holds whole."""
 
+    average_over: Sequence[dist.ProcessGroup | None] = ()
+    """The ranks over which gradients are averaged here, where no engine does so during the backward."""
+
     def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None, keeps_gradients: bool = False):
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._stepping = False
@@ -50,8 +53,8 @@ class Update:
         if loss_scale:
             divisor = loss_scale.scale * (1 if divisor is None else divisor)
         if max_value:
+            bound = torch.as_tensor(max_value, device=norm.device) * (1 if divisor is None else divisor)
             for gradient in gradients:
-                bound = max_value * (1 if divisor is None else divisor)
                 gradient.clamp_(min=-bound, max=bound)
         self._stepping = True
         if optimizer.defaults.get("fused"):
@@ -69,7 +72,24 @@ class Update:
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that the optimizer is about to use."""
+        if self.average_over:
+            self._average()
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _average(self) -> None:
+        """Averages gradients over ranks. A parameter that only some ranks used counts as zero on the others."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        for group in self.average_over:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if not is_used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            for group in self.average_over:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the whole gradient, equal on all ranks."""
@@ -92,8 +112,8 @@ class Update:
 class ShardedUpdate(Update):
     """Steps an optimizer whose parameters may be DTensors, on this rank's part of them.
 
-    Fused kernels take plain tensors alone, and for an elementwise optimizer the update of the parts is that of the whole.
-    `optimizer.step()` and `optimizer.zero_grad()` called by hand work on the parts, too.
+    Fused kernels take plain tensors alone, and an elementwise update of the parts is the update of the whole. Calls of
+    `optimizer.step()` and `optimizer.zero_grad()` by hand work on the parts, too.
     """
 
     def __init__(
@@ -130,8 +150,8 @@ class ShardedUpdate(Update):
             )
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        used = (p for p in self._parameters() if p.grad is not None)
-        norm = total_norm((p.grad, split_over(getattr(p, "shard_of", p))) for p in used)
+        parts = ((p.grad, split_over(getattr(p, "shard_of", p))) for p in self._parameters() if p.grad is not None)
+        norm = total_norm(parts)
         if self._stages is None:
             return norm
         square = norm.to(self._norm_device).square()

@@ -15,51 +15,44 @@ from shoal.types import MicroBatch
 
 
 def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:
-    """Repeats one forward and backward, eagerly, and says where the first non-finite value appears."""
+    """Repeats one forward and backward, eagerly, and says where the first non-finite value appears.
+
+    All ranks take part, and the first in the order of ranks is named: with one stage on each, the order of stages.
+    """
     bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
-    if strategy.highest(bool(bad_names)):  # all ranks go on or none does
+    if strategy.any_rank(bool(bad_names)):  # all ranks go on or none does
         return f"parameter {bad_names[0]} is already not finite" if bad_names else "a parameter of another rank"
     found: list[str] = []
     hooks = []
+    # DeepSpeed and pipelines cut the backward into pieces that such hooks do not survive.
+    watches_backward = strategy.layout.engine != "deepspeed" and strategy.layout.mesh["pp"] == 1
     for name, module in model.named_modules():
         label = f"{name or 'the model'} ({type(module).__name__})"
         hooks.append(module.register_forward_hook(_watch(found, f"the output of {label}")))
-        hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
+        if watches_backward:
+            hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
     try:
         with torch.compiler.set_stance("force_eager"):
-            if not strategy.calls_plainly:
-                return _first_of_all_ranks(strategy, model, micro, recipe, found)
-            batch = strategy.ready(micro, recipe)
-            with strategy.autocast(), strategy.scoring(batch):
-                loss = recipe.loss(model(**recipe.inputs(batch)), batch)
-            bad_loss = not found and not loss.isfinite()
-            # A backward that some ranks go through alone may hang.
-            if not strategy.highest(bool(found) or bad_loss) and strategy.backs_plainly:
-                loss.backward()
-            if bad_loss:
-                return "the loss, though the model's output is finite"
-        if not (found or strategy.backs_plainly):
-            return "in the backward: the model's output and its loss are finite"
-        bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        return (
-            found[0] if found else f"the gradient of {bad[0]}" if bad else "nothing on this batch: it is finite again"
-        )
+            loss = strategy.forward_backward(model, [micro], recipe, 0).loss
+        if not found:
+            gradients = strategy.gradients(model) if watches_backward else {}
+            found = [f"the gradient of {name}" for name, g in gradients.items() if not local_part(g).isfinite().all()]
+        by_rank: list[list[str]] = [found]
+        if strategy.world_size > 1:
+            by_rank = [[] for _ in range(strategy.world_size)]
+            dist.all_gather_object(by_rank, found)
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad()
-
-
-def _first_of_all_ranks(
-    strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective, found: list[str]
-) -> str:
-    """Where a model is computed by several ranks: the first in the order of ranks, which with one stage on each is the
-    order of stages."""
-    loss = strategy.evaluate(model, [micro], recipe).loss
-    told: list[list[str]] = [[] for _ in range(strategy.world_size)]
-    dist.all_gather_object(told, found[:1])
-    first = next((labels[0] for labels in told if labels), None)
-    return first or ("in the backward: outputs and the loss are finite" if loss.isfinite() else "the loss")
+    culprits = [names[0] for names in by_rank if names]
+    if not loss.isfinite() and not any(name.startswith("the output") for name in culprits):
+        return "the loss, though the model's output is finite"
+    if culprits:
+        return culprits[0]
+    if watches_backward:
+        return "nothing on this batch: it is finite again"
+    return "in the backward: the model's output and its loss are finite"
 
 
 def _watch(found: list[str], label: str) -> Any:

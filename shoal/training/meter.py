@@ -10,8 +10,9 @@ from torch import nn
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
 from shoal.observe.flops import count_forward_flops, peak_flops, tree_to_meta
-from shoal.strategies import DistributedStrategy, Objective
-from shoal.types import MicroBatch, StepInfo, StepOutput
+from shoal.strategies import DistributedStrategy
+from shoal.strategies.contract import prepare_batch
+from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
 class Meter:
@@ -28,13 +29,14 @@ class Meter:
         self._counted = 0.0
         self._skipped_steps = skipped_steps
         self.skipped_in_a_row = 0
+        self.flops_per_sample: float | None = None
         self.restart_clock(loader)
 
     def add(self, output: StepOutput, info: StepInfo) -> None:
         """Called in the hot loop: adding up here would cost the device a handful of kernels in every step."""
         self._steps.append((output, info))
 
-    def read(self, loader: Loader, flops_per_sample: float | None) -> dict[str, float]:
+    def read(self, loader: Loader) -> dict[str, float]:
         """Loss and norm of the last step; rates since the clock was last restarted, which this does."""
         output, info = self._steps[-1]
         loss, norm = output.loss.item(), info.grad_norm.item()
@@ -48,8 +50,8 @@ class Meter:
             f"train/{self._unit}_per_second": self._counted / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
         }
-        if flops_per_sample and self._peak_flops:
-            metrics["train/mfu"] = flops_per_sample * samples_per_second / self._peak_flops
+        if self.flops_per_sample and self._peak_flops:
+            metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
         self.restart_clock(loader)
         return metrics
 
@@ -76,14 +78,14 @@ class Meter:
 
 
 def flops_per_sample(
-    strategy: DistributedStrategy, shapes: nn.Module | None, micro: MicroBatch, recipe: Objective
+    meta_model: nn.Module | None, micro: MicroBatch, recipe: Objective, seed: int, device: torch.device
 ) -> float | None:
-    """Model FLOPs of a forward and backward (twice the forward) for one sample, counted without computing.
+    """Counts, without computing, the model FLOPs of a forward and backward (twice the forward) for one sample.
 
-    `shapes` is the model on meta, as it was before any layout changed it.
+    `meta_model` is the model on meta, as it was before any layout changed it.
     """
-    if shapes is None:
+    if meta_model is None:
         return None
-    batch = tree_to_meta(DistributedStrategy.ready(strategy, micro, recipe))  # whole, also where ranks share it
-    forward = count_forward_flops(lambda: shapes(**recipe.inputs(batch)))
+    batch = tree_to_meta(prepare_batch(micro, recipe, seed, device))  # whole, also where ranks share it
+    forward = count_forward_flops(lambda: meta_model(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

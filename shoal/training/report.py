@@ -17,7 +17,7 @@ from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.precision import HalfWitness
 
 if TYPE_CHECKING:
-    from shoal.training.trainer import Trainer
+    from shoal.training.shell import Shell
 
 
 SECTIONS = {
@@ -36,9 +36,11 @@ SECTIONS = {
 class Report:
     """Watches the first step, then tells."""
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self.training = trainer.config.training
+    flops_per_sample: float | None = None
+
+    def __init__(self, shell: Shell):
+        self.shell, self.engaged = shell, shell.strategy.engaged
+        self.training = shell.config.training
         self._witness = HalfWitness(self.training.mixed_precision)
         self._recomputed_before = num_recomputed()
         self._graphs_before = compiled_graphs() if self.training.compile else 0
@@ -56,13 +58,13 @@ class Report:
                 "set it to false or change the model"
             )
         recomputed = num_recomputed() > self._recomputed_before
-        if self.trainer.strategy.checkpointed_modules and not self.training.compile and not recomputed:
+        if self.engaged.checkpointed_modules and not self.training.compile and not recomputed:
             mode = self.training.activation_checkpointing.mode
             raise UserError(
                 f"training.activation_checkpointing = {mode}, but nothing was computed again in the first step's "
                 "backward; set it to none or look for what keeps the model's blocks from being called"
             )
-        head = self.trainer.strategy.chunked_head
+        head = self.engaged.chunked_head
         if head is not None and not head.num_scored:
             raise UserError(
                 f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
@@ -81,44 +83,53 @@ class Report:
         return "\n".join(f"{name:<{width}}  {what}{self._by(keys)}" for name, what, keys in rows)
 
     def _by(self, keys: tuple[str, ...]) -> str:
-        setters = dict.fromkeys(source_of(key, self.trainer.run.sources) for key in keys)
+        setters = dict.fromkeys(source_of(key, self.shell.run.sources) for key in keys)
         named = [setter for setter in setters if setter != DEFAULT]
         return f"  ({', '.join(named)})" if named else ""
 
     def _rows(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """What it is called, what is in force, and the keys that say so."""
-        t, training, config = self.trainer, self.training, self.trainer.config
+        shell, training, config = self.shell, self.training, self.shell.config
+        session, strategy, engaged, checkpoints = shell.session, shell.strategy, self.engaged, shell.checkpoints
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
-        yield "run folder", str(t.output_dir), ("experiment.output_dir", "experiment.name")
-        device = _device_name(t.strategy.device)
-        yield "strategy", f"{t.strategy.about()} on {device}", ("distributed.strategy", "training.device")
-        trained, frozen = t.num_parameters
+        yield "run folder", str(shell.output_dir), ("experimenshell.output_dir", "experiment.name")
+        device = _device_name(strategy.device)
+        yield "strategy", f"{engaged.description} on {device}", ("distributed.strategy", "training.device")
+        trained, frozen = session.parameter_counts
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
-        kind = type(t.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
+        kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
         yield self._weights()
-        yield "data", f"{t.epoch_size:,} samples an epoch" if t.epoch_size else "a stream", ("dataset.name",)
-        first, *later = t.batches.phases
-        times = accumulation(first, t.strategy.data_size)
-        product = f"{first.batch_size} × {times} accumulated × {t.strategy.data_size} data-parallel"
+        yield (
+            "data",
+            f"{shell.loaders.epoch_size:,} samples an epoch" if shell.loaders.epoch_size else "a stream",
+            ("dataset.name",),
+        )
+        first, *later = checkpoints.progress.batches.phases
+        times = accumulation(first, strategy.data_size)
+        product = f"{first.batch_size} × {times} accumulated × {strategy.data_size} data-parallel"
         changes = "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
         batch_keys = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation")
         yield "batch", f"{first.global_batch_size} = {product}{changes}", batch_keys
-        yield "steps", f"{t.total_steps:,}, from {t.first_step:,}", ("training.max_steps", "training.num_epochs")
+        yield (
+            "steps",
+            f"{shell.total_steps:,}, from {shell.first_step:,}",
+            ("training.max_steps", "training.num_epochs"),
+        )
         schedule = f"learning rate {training.learning_rate:g}, {training.lr_scheduler.name}"
         schedule_keys = ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name")
         yield "optimizer", f"{training.optimizer.name} (fused), {schedule}", schedule_keys
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
-        if t.strategy.float8_layers:
-            yield "fp8", f"{t.strategy.float8_layers} linear layers", ("training.mixed_precision",)
-        if names := t.strategy.checkpointed_modules:
+        if engaged.float8_layers:
+            yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
+        if names := engaged.checkpointed_modules:
             mode = training.activation_checkpointing.mode
             yield "recomputed", f"{len(names)} modules, {mode}", ("training.activation_checkpointing.mode",)
         if training.loss_chunks > 1:
             yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
         if training.compile:
-            yield "compile", f"{t.strategy.compiled_modules} modules", ("training.compile",)
+            yield "compile", f"{engaged.compiled_modules} modules", ("training.compile",)
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
         saving = f"every {config.checkpoint.every} steps and" if config.checkpoint.every else "only"
@@ -127,38 +138,35 @@ class Report:
         saving += f", the best {c.keep_best} by {c.metric} ({c.mode})" if c.keep_best else ""
         saving += f", every {c.keep_every}th for good" if c.keep_every else ""
         saving += f", after {c.every_minutes:g} minutes" if c.every_minutes else ""
-        if t.manager.background:
-            staged = t.checkpoint_bytes / t.strategy.world_size / 2**30
+        if checkpoints.manager.background:
+            staged = checkpoints.expected_bytes / strategy.world_size / 2**30
             saving += f", written in the background from {staged:.2f} GiB of host memory"
         yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
-        if base := t.refers_to.get("base"):
-            yield (
-                "base",
-                f"{len(base['tensors'])} frozen tensors are not copied, but stay in {', '.join(base['files'])}",
-                (),
-            )
-        yield "start", t.progress.started_from, ("checkpoint.resume",)
-        idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in t.run.sources]
+        if references := checkpoints.base.references:
+            files = ", ".join(sorted({str(reference.path) for reference in references.values()}))
+            yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+        yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)
+        idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in shell.run.sources]
         if idle and not config.dataset.num_workers:
             yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)
-        unasked = [key for key in ("checkpoint.metric", "checkpoint.mode") if key in t.run.sources]
+        unasked = [key for key in ("checkpoint.metric", "checkpoint.mode") if key in shell.run.sources]
         if unasked and not c.keep_best:
             yield "not in force", f"{', '.join(unasked)}: checkpoint.keep_best is 0", tuple(unasked)
-        if config.checkpoint.init_from and t.first_step:
+        if config.checkpoint.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
-        for key, why in t.strategy.idle.items():
+        for key, why in engaged.not_in_force.items():
             yield "not in force", f"{key}: {why}", (key,)
         for section, users in SECTIONS.items():
             under = (f"distributed.{section}", f"distributed.{section}.")
-            keys = tuple(key for key in t.run.sources if key == under[0] or key.startswith(under[1]))
-            if keys and t.strategy.name not in users:
-                yield "not in force", f"distributed.{section}: the strategy is {t.strategy.name}", keys
+            keys = tuple(key for key in shell.run.sources if key == under[0] or key.startswith(under[1]))
+            if keys and strategy.name not in users:
+                yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
 
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
-        t, weights = self.trainer, self.trainer.weights
-        if origin := t.progress.weights_from:
-            origin, key = f"from {origin}", "checkpoint.resume" if t.first_step else "checkpoint.init_from"
+        weights = self.shell.session.weights
+        if origin := self.shell.checkpoints.progress.weights_from:
+            origin, key = f"from {origin}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         else:
             read = f"read from {len(weights.files)} files"
             origin = {"init": "drawn by name", "files": read, "built": "as built"}[weights.kind]

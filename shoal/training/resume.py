@@ -1,9 +1,8 @@
-"""How a run begins: its processes, its folder, and the checkpoint it goes on from."""
+"""Where a run goes on from: the last good checkpoint, or the weights it begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -11,24 +10,18 @@ from typing import Any
 from zlib import crc32
 
 from pydantic import ValidationError
-from torch import nn
-from torch.optim import Optimizer
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import Base
-from shoal.checkpoint.init_from import open_weights, weights_for
-from shoal.checkpoint.rotation import check_same_model, check_same_run, find_start, num_bytes
-from shoal.checkpoint.run_lock import Lease
+from shoal.checkpoint.init_from import weights_for
+from shoal.checkpoint.rotation import check_same_model, check_same_run, find_start
 from shoal.config import Run, derive_batches
-from shoal.config.batch import derived_values
-from shoal.config.mesh import check_layout
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
-from shoal.processes.world import World
 from shoal.strategies import DistributedStrategy
-from shoal.strategies.state import sharded_parameter
 from shoal.training.schedules import SCHEDULING
+from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
 
 COUNTS = ("step", "samples", "skipped_steps")
@@ -52,94 +45,44 @@ class Progress:
     """This run's `training`, with the schedule that the checkpoint was made with."""
 
 
-def check_start(run: Run, processes: int, was_restarted: bool) -> None:
-    """Refuses what so many processes could not begin with, before there are any, and before there is a run folder."""
-    config = run.config
-    check_layout(config, run.recipe_type(run.recipe_config), processes)
-    begins = not _find_start(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
-    if begins and config.checkpoint.init_from:
-        open_weights(config.checkpoint.init_from)
-
-
-def check_world(run: Run, world: World) -> None:
-    """Refuses processes that were started otherwise than the config says."""
-    launch = run.config.launch
-    if "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
-        raise UserError(
-            f"launch.procs_per_node = {launch.procs_per_node}, but this machine runs {world.local_size}: start them by "
-            "`shoal train`, leave the key out or make them agree"
-        )
-    nodes = world.size // world.local_size
-    if "launch.nodes" in run.sources and launch.nodes != nodes:
-        raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; leave the key out or make them agree")
-
-
-@contextmanager
-def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[Lease]:
-    """Makes the run folder, holds it against other runs, and writes the resolved config into it."""
-    folder = Path(run.config.output_dir)
-    phases = derive_batches(run.config.training, strategy.data_size)
-    lease = Lease(folder, strategy.world.job, strategy.world.attempt)
-    try:
-        try:
-            (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
-            if strategy.is_main_process:
-                lease.take()
-                (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
-        except OSError as error:
-            raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
-        yield lease
-    finally:
-        lease.release()
-
-
 def restore(
-    run: Run,
-    manager: CheckpointManager,
-    strategy: DistributedStrategy,
-    model: nn.Module,
-    optimizer: Optimizer,
-    base: Base,
-    warn: Callable[[str], None],
+    run: Run, session: Session, manager: CheckpointManager, base: Base, warn: Callable[[str], None]
 ) -> Progress:
     """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    folders = _find_start(run, manager, warn, strategy.world.was_restarted)
+    strategy, held = session.strategy, session.held()
+    folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
-        here = strategy.state(model, optimizer).model
-        shapes, damage = strategy.shapes(here), ""
+        damage = ""
         try:
             checkpoint = open_checkpoint(folder)
             if "config" not in checkpoint.manifest:
-                raise UserError(f"{folder} was saved by a loop of its own; load it with strategy.load_checkpoint")
+                raise UserError(f"{folder} was saved by a loop of its own; load it with Loop.load")
             _check_position(checkpoint)
-            check_same_model(checkpoint, shapes)
+            check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
             check_same_run(checkpoint, run.tree(), allowed)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-            state = checkpoint.checked_for(here)
+            state = checkpoint.checked_for(held)
         except DamagedCheckpoint as error:
             damage = str(error)
-        if strategy.highest(bool(damage)):  # one that a single rank cannot read is read by none
+        if strategy.any_rank(bool(damage)):  # one that a single rank cannot read is read by none
             damages.append(damage or f"{folder}: another rank cannot read it")
             manager.pass_over(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
-        state.model.update(base.check(checkpoint, here))
-        strategy.load_state(model, optimizer, state)
+        load(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.is_own_step(Path(resume)):
             manager.set_aside_after(folder)
         manager.note_damage()
-        counts = {key: checkpoint.trainer[key] for key in COUNTS}
-        evaluated = "metrics" in checkpoint.trainer
         return Progress(
             batches=batches,
             started_from=str(folder),
             weights_from=str(folder),
-            evaluated=evaluated,
+            evaluated="metrics" in checkpoint.trainer,
             made_with=_made_with(checkpoint.manifest["config"], run.config.training),
-            **counts,
+            **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # starting anew would soon rotate away what might still be saved
         count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
@@ -149,11 +92,21 @@ def restore(
             "checkpoint.resume"
         )
     if path := run.config.checkpoint.init_from:
-        take_weights(path, strategy, model, optimizer, base, warn)
+        _take_weights(path, session, base, warn)
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def _find_start(run: Run, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool) -> list[Path]:
+def load(session: Session, checkpoint: Checkpoint, state: TrainState, base: Base) -> None:
+    """Loads a checkpoint that every rank has checked, with the frozen weights that it refers to."""
+    if checkpoint.base:
+        state.model.update(base.check(checkpoint, session.state().model))
+    session.load_state(state)
+
+
+def find_checkpoints(
+    run: Run, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
+) -> list[Path]:
+    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start."""
     resume = run.config.checkpoint.resume
     try:
         return find_start(resume, manager, warn, was_restarted)
@@ -161,66 +114,30 @@ def _find_start(run: Run, manager: CheckpointManager, warn: Callable[[str], None
         raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
 
 
-def take_weights(
-    path: str,
-    strategy: DistributedStrategy,
-    model: nn.Module,
-    optimizer: Optimizer,
-    base: Base,
-    warn: Callable[[str], None],
-) -> None:
-    """Each rank its part of the weights there; the optimizer and the position begin anew."""
-    elsewhere = strategy.shapes(strategy.state(model, optimizer).model).keys()
+def _take_weights(path: str, session: Session, base: Base, warn: Callable[[str], None]) -> None:
+    """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew."""
     try:
-        strategy.load_state(model, optimizer, TrainState(weights_for(model, path, base, warn, elsewhere), {}))
+        weights = weights_for(session.model, path, base, warn, session.held().keys())
+        session.load_state(TrainState(weights, {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
 
 
-def check_room(
-    manager: CheckpointManager,
-    strategy: DistributedStrategy,
-    state: TrainState,
-    optimizer: Optimizer,
-    warn: Callable[[str], None],
-) -> int:
-    """Says before the run if its next checkpoint will not fit, and how many bytes it will take.
-
-    An optimizer that has not stepped yet is estimated.
-    """
-    needed_bytes = num_bytes(state)
-    if not state.optimizer:
-        slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        needed_bytes += slots * sum((whole := sharded_parameter(p)).numel() * whole.element_size() for p in parameters)
-    needed_bytes = strategy.over_stages(needed_bytes)
-    if lack := manager.lack_of_room(needed_bytes):
-        warn(f"{lack}; make room, or the run will not be saved")
-    return needed_bytes
-
-
 def load_best(
-    manager: CheckpointManager,
-    strategy: DistributedStrategy,
-    model: nn.Module,
-    optimizer: Optimizer,
-    base: Base,
-    warn: Callable[[str], None],
+    session: Session, manager: CheckpointManager, base: Base, warn: Callable[[str], None]
 ) -> tuple[int, float] | None:
-    """Loads the best checkpoint that can be read; its step and value, or None if there is none."""
-    here = strategy.state(model, optimizer).model
+    """Loads the best checkpoint that can be read; returns its step and value, or None if there is none."""
     for step, value in manager.best():
         damage = ""
         try:
             checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_for(here)
+            state = checkpoint.checked_for(session.held())
         except DamagedCheckpoint as error:
             damage = str(error)
-        if strategy.highest(bool(damage)):
+        if session.strategy.any_rank(bool(damage)):
             warn(f"the best checkpoint, of step {step}, is damaged and passed over: {damage or 'on another rank'}")
             continue
-        state.model.update(base.check(checkpoint, here))
-        strategy.load_state(model, optimizer, state)
+        load(session, checkpoint, state, base)
         return step, value
     return None
 
@@ -228,7 +145,7 @@ def load_best(
 def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:
     """Ranks that see different checkpoints would go on from different steps."""
     seen = crc32(" ".join(folder.name for folder in folders).encode())
-    if strategy.highest(seen) != -strategy.highest(-seen):
+    if strategy.max_over_ranks(seen) != -strategy.max_over_ranks(-seen):
         raise UserError(
             f"not all ranks see the same checkpoints in {manager.folder}; put experiment.output_dir on storage that "
             "all machines share"

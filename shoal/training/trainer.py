@@ -1,60 +1,36 @@
-"""The training loop."""
+"""Training a recipe: opening a run, and what a step of it computes. The cadence around steps is in `shell.py`."""
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import islice
-from math import isfinite
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint.run_lock import Lease
 from shoal.config import Run
-from shoal.errors import UserError
-from shoal.observe.memory import memory_gib
 from shoal.processes.board import once_per_node
-from shoal.processes.desync import check_replicas, check_samples
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix
-from shoal.strategies import from_config
-from shoal.training.built import EVALUATED, Built
+from shoal.strategies import DistributedStrategy, from_config
+from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
+from shoal.training.loaders import EVALUATED, count_steps, open_data, open_loaders
 from shoal.training.meter import flops_per_sample
+from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
+from shoal.training.preflight import check_start, check_world
 from shoal.training.report import Report
-from shoal.training.resume import check_start, check_world, load_best, open_run_folder
-from shoal.training.signals import StopFlag
-from shoal.types import MicroBatch
-
-FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
-"""Metrics that would only make the console's line longer."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    output_dir: Path
-    first_step: int
-    step: int
-    total_steps: int
-    metrics: dict[str, float]
-    preview: str | None
-    stopped_by: int
-    """The number of the signal that ended it early, or 0."""
-    model: nn.Module = field(repr=False)
-    """As the last step left it, or with the best step's weights if `load_best_model_at_end` asked for them."""
-    best_step: int | None = None
-    """With `keep_best`: which of the steps that were saved was evaluated best."""
+from shoal.training.resume import Progress
+from shoal.training.run_folder import open_run_folder
+from shoal.training.schedules import build_schedule, say_jump
+from shoal.training.session import Session, assemble
+from shoal.training.shell import Outcome, Shell
+from shoal.training.signals import StopFlag, Stopped
+from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
 def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
@@ -72,235 +48,131 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
             lease = folder.enter_context(open_run_folder(run, strategy))
             recipe = run.recipe_type(run.recipe_config)
             once_per_node(world, recipe.prepare_data)
-        with open_watchdog(run, world, terminal) as watchdog, strategy, ExitStack() as resources:
-            return Trainer(run, strategy, recipe, stop, resources, watchdog, lease).fit()
+        log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
+        watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
+        with watchdog, strategy, ExitStack() as resources:
+            shell = open_shell(run, strategy, recipe, stop, watchdog, lease, resources)
+            return shell.fit(RecipeBody(shell))
 
 
-def open_watchdog(run: Run, world: World, terminal: int) -> Watchdog:
-    distributed = run.config.distributed
-    log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
-    return Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
+def open_shell(
+    run: Run,
+    strategy: DistributedStrategy,
+    recipe: object,
+    stop: StopFlag,
+    watchdog: Watchdog,
+    lease: Lease,
+    resources: ExitStack,
+) -> Shell:
+    """Opens all that a run is made of, one after another."""
+    config, warn = run.config, Warnings()
+
+    def opening(what: str, step: int = 0) -> None:
+        """Before the first step there is nothing to save, and a large model takes a while to get there."""
+        if number := strategy.max_over_ranks(stop.signal):
+            raise Stopped(number, agreed=True)
+        watchdog.at(what, step)
+
+    watchdog.at("opening the data", 0)
+    data = open_data(recipe, config)
+    opening("building the model")
+    session = assemble(recipe, strategy, config.training, config.experiment.seed)
+    opening("restoring")
+    checkpoints = Checkpoints(run, session, lease, warn)
+    progress = checkpoints.progress
+    watchdog.at("opening loaders and loggers", progress.step)
+    loaders = open_loaders(session, config, data, progress, resources)
+    _warn_of_jump(run, progress, loaders.total_steps, loaders.epoch_size, warn)
+    shell = Shell(run, session, checkpoints, loaders, stop, watchdog)
+    shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
+    warn.show_on(shell.observers.console)
+    opening("opening loaders and loggers", progress.step)
+    return shell
 
 
-class Trainer(Built):
-    """The loop over what was built for a run."""
+def _warn_of_jump(
+    run: Run, progress: Progress, total_steps: int, epoch_size: int | None, warn: Callable[[str], None]
+) -> None:
+    """Warns if changed keys make the learning rate jump where the run goes on."""
+    then, now = progress.made_with, run.config.training
+    if then and progress.step < total_steps and (then.max_steps or epoch_size):
+        totals = count_steps(then, epoch_size, progress), total_steps
+        if jump := say_jump(then, now, totals, progress.step):
+            warn(f"going on from {progress.started_from}, {jump}")
 
-    save_soon: bool = False
-    """The evaluation was among the best, or the last save is too many minutes ago."""
-    evaluated_step: int | None = None
-    evaluation: dict[str, float]
-    """What `evaluated_step` was worth."""
-    flops_per_sample: float | None = None
+
+class RecipeBody:
+    """Takes the steps of a recipe, and evaluates it."""
+
     preview: str | None = None
-    stopped_by: int = 0
 
-    def fit(self) -> Outcome:
-        training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
-        if self.owes_evaluation():
-            self.evaluate()
-        self.watchdog.at("waiting for data", self.step + 1)
-        with collector_paused():
-            for micro_batches in islice(self.loader, max(0, self.total_steps - self.step)):
-                if self.step == self.first_step:
-                    self.take_first_step(micro_batches)
-                else:
-                    self.take_step(micro_batches)
-                if self.due(every) or self.step in (self.first_step + 1, self.total_steps):
-                    self.log(micro_batches)
-                if self.due(training.eval_steps):
-                    self.evaluate()
-                if (self.save_soon or self.due(saving.every, saving.keep_every)) and self.step != self.total_steps:
-                    self.save()  # the last step is saved by `finish`, when it is evaluated too
-                if self.due(self.config.distributed.desync_steps):
-                    self.check_sync(micro_batches)
-                if self.due(training.gc_steps):
-                    gc.collect(1)
-                if self.stopping():
-                    break
-                self.watchdog.at("waiting for data", self.step + 1)
-        outcome = self.finish()
-        self.watchdog.at("leaving", self.step)
-        return outcome
+    def __init__(self, shell: Shell):
+        session: Session = shell.session
+        self.session, self.strategy, self.recipe = session, session.strategy, session.recipe
+        self.model, self.optimizer = session.model, session.optimizer
+        self.schedule = build_schedule(shell.config.training, shell.total_steps)
+        self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
+        self._report: Report | None = Report(shell)
 
-    def take_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self.watchdog.at("forward, backward and update", self.step + 1)
-        self.profiler.step(self.step + 1)
-        set_learning_rate(self.optimizer, self.schedule(self.step))
-        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, self.step)
-        info = self.strategy.step(self.optimizer, self.config.training.max_grad_norm)
-        self.step += 1
-        self.meter.add(output, info)
-        self.console.advance(self.step)
+    def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
+        if self._report is not None:
+            return self._take_first_step(micro_batches, step, self._report)
+        set_learning_rate(self.optimizer, self.schedule(step))
+        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+        return output, self.strategy.step(self.optimizer, self._max_norm)
 
-    def take_first_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Takes a step and shows that what was asked for is in force."""
-        self.flops_per_sample = flops_per_sample(self.strategy, self.shapes, micro_batches[0], self.recipe)
-        self.shapes = None
-        report = Report(self)
+    def _take_first_step(
+        self, micro_batches: Sequence[MicroBatch], step: int, report: Report
+    ) -> tuple[StepOutput, StepInfo]:
+        """Takes a step and watches whether what was asked for engages."""
+        self._report, session = None, self.session
+        report.flops_per_sample = flops_per_sample(
+            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
+        )
+        session.meta_model = None
         with report.watch():
-            self.take_step(micro_batches)
+            taken = self.take_step(micro_batches, step)
         report.check()
+        self._finished_report = report
+        return taken
+
+    def first_step_taken(self, shell: Shell) -> None:
+        shell.observers.meter.flops_per_sample = self._finished_report.flops_per_sample
         if self.strategy.is_main_process:
-            (self.output_dir / "report.txt").write_text(f"{report}\n")
-        self.console.line(str(report))
-        self.watchdog.started = True
+            (shell.output_dir / "report.txt").write_text(f"{self._finished_report}\n")
+        shell.observers.console.line(str(self._finished_report))
 
-    def stopping(self) -> bool:
-        """Whether any rank was asked to stop, which all of them then do after the same step.
+    def log(self) -> dict[str, float]:
+        return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-        The flag is this rank's own, set at any moment, and so is its clock. One number tells both: who stops saves too.
-        """
-        self.watchdog.at("agreeing whether to stop", self.step)
-        minutes = self.config.checkpoint.every_minutes
-        late = minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
-        agreed = self.strategy.highest(2 * self.stop.signal + late)
-        self.stopped_by = agreed // 2
-        self.save_soon |= agreed % 2 == 1
-        return self.stopped_by > 0
+    def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
+        return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
 
-    def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""
-        self.watchdog.at("comparing replicas", self.step)
-        if group := self.strategy.replicas():
-            check_replicas(dict(self.model.named_parameters()), group)
-        self.strategy.check_sync()
-        if self.strategy.data_size > 1:
-            check_samples(micro_batches if self.strategy.leads else (), self.loader.last_step())
-
-    def log(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The one place where a step waits for the device."""
-        self.watchdog.at("reading metrics", self.step)
-        metrics = self.meter.read(self.loader, self.flops_per_sample)
-        metrics["train/learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        metrics["train/memory_gib"] = memory_gib(self.strategy.device)
-        if self.epoch_size:
-            metrics["train/epoch"] = self.loader.position / self.epoch_size
-        # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
-        in_files = self.due(self.config.logging.every) or self.step in (1, self.total_steps)
-        self._publish(metrics, in_files)
-        if self.meter.skipped_in_a_row >= self.config.training.max_skipped_steps:
-            culprit = first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
-            self.settle()
-            last = self.manager.saved_step
-            saved = f"the last checkpoint is of step {last}" if last else "nothing is saved"
-            raise UserError(
-                f"the last {self.meter.skipped_in_a_row} updates were skipped because their gradient was not finite "
-                f"(training.max_skipped_steps = {self.config.training.max_skipped_steps}); the first bad value is "
-                f"{culprit}; {saved}"
-            )
-
-    def evaluate(self) -> None:
-        if self.eval_loader is None:
-            return
-        self.watchdog.at("evaluation", self.step)
+    def evaluate(self, shell: Shell) -> dict[str, float] | None:
+        assert shell.loaders.evaluation is not None
         self.model.eval()
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         total = count = torch.zeros((), device=self.strategy.device)
-        for micro_batches in self.eval_loader:
+        metrics: dict[str, float] | None = None
+        for micro_batches in shell.loaders.evaluation:
             output = self.strategy.evaluate(self.model, micro_batches, self.recipe)
             total, count = total + output.total, count + output.count
-            if self.stopping():
+            if shell.agree_to_stop():
                 break
-            self.watchdog.at("evaluation", self.step)
+            shell.watchdog.at("evaluation", shell.step)
         else:
-            self.evaluation = dict(zip(EVALUATED, ((total / count).item(),), strict=True))
-            self._publish(self.evaluation)
-            torch.manual_seed(mix(self.config.experiment.seed, "preview", self.step))
-            # Eagerly: generating goes through many shapes once each, and compiling for them costs more.
-            eagerly = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), self.strategy.autocast(), eagerly, self.strategy.device:
-                self.preview = self.strategy.preview(self.model, self.recipe)
-            if self.preview is not None:
-                self.loggers.text(self.step, "preview", self.preview)
-            self.evaluated_step = self.step
-            self.save_soon |= self.manager.gets_into_best(self.step, self.evaluation)
+            metrics = dict(zip(EVALUATED, ((total / count).item(),), strict=True))
+            self._preview(shell.step)
+            shell.publish_evaluation(metrics, self.preview)
         self.model.train()
-        self.meter.restart_clock(self.loader)
+        return metrics
 
-    def save(self) -> None:
-        """In the background it returns when the state is copied aside; `settle` hears how it went."""
-        self.settle()
-        self.watchdog.at("saving", self.step)
-        progress: dict[str, Any] = {"step": self.step, "samples": self.loader.position}
-        progress["skipped_steps"] = self.meter.skipped_steps()
-        if self.evaluated_step == self.step:
-            progress["metrics"] = {name: value for name, value in self.evaluation.items() if isfinite(value)}
-        batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
-        layout, config = self.strategy.layout(), self.run.tree()
-        about = {"layout": layout, "batches": batches, "config": config, **about_names(self.model)}
-        state, base = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
-        try:
-            self.manager.save(state, progress, about | base)
-        except OSError as error:
-            self._warn_of_save(error)
-        self.saved_at, self.save_soon = time.monotonic(), False
-        self.meter.restart_clock(self.loader)
+    def _preview(self, step: int) -> None:
+        """Asks the recipe for something to look at.
 
-    def settle(self) -> None:
-        """Waits until nothing is being written."""
-        self.watchdog.at("waiting for the disk", self.step)
-        try:
-            self.manager.wait()
-        except OSError as error:
-            self._warn_of_save(error)
-
-    def _warn_of_save(self, error: OSError) -> None:
-        failed, good = self.manager.saving_step, self.manager.saved_step
-        self.console.line(f"warning: step {failed} could not be saved: {error}; the last checkpoint is {good}")
-
-    def finish(self) -> Outcome:
-        if not self.stopped_by and self.step not in (self.first_step, self.evaluated_step):
-            self.evaluate()
-        self.settle()
-        if self.manager.saved_step != self.step or self.save_soon:  # one may be saved without its value when data ends
-            self.save()
-        self.settle()
-        if self.manager.saved_step != self.step:
-            raise UserError(
-                f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
-            )
-        return Outcome(
-            self.output_dir,
-            self.first_step,
-            self.step,
-            self.total_steps,
-            self.metrics,
-            self.preview,
-            self.stopped_by,
-            self.model,
-            self.find_best() if self.config.checkpoint.keep_best else None,
-        )
-
-    def find_best(self) -> int | None:
-        """Says which step was best, and loads it if asked to."""
-        config = self.config.checkpoint
-        best = next(iter(self.manager.best()), None)
-        loading = config.load_best_model_at_end and not self.stopped_by
-        if loading and best and best[0] != self.step:
-            warn = lambda warning: self.console.line(f"warning: {warning}")  # noqa: E731
-            best = load_best(self.manager, self.strategy, self.model, self.optimizer, self.base, warn)
-        if best is None:
-            return None
-        step, value = best
-        loaded = "; its weights are in the model" if loading else ""
-        self.console.line(f"best: step {step}, {config.metric} {value:.6g}, {self.manager.path_of(step)}{loaded}")
-        return step
-
-    def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
-        self.metrics |= metrics
-        if in_files:
-            self.loggers.log(self.step, metrics)
-        self.console.metrics(self.step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Python's garbage collector pauses a step whenever it likes; the loop calls it instead."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
+        Eagerly: generating goes through many shapes once each, and compiling for them costs more.
+        """
+        torch.manual_seed(mix(self._seed, "preview", step))
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), eagerly, self.strategy.whole_model(self.model) as model:
+            self.preview = None if model is None else self.recipe.preview(model)

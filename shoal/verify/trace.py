@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.processes.board import once_per_node
-from shoal.processes.desync import Desync, check_replicas, check_samples
+from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
-from shoal.training.optimizers import build_optimizer
+from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
-from shoal.weights import build
 
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
 MAX_NORM = 1.0
@@ -81,7 +80,7 @@ class _Tracer:
         trace = self.trace
         trace.start = self._weights()
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        trace.parameter_bytes = self.strategy.parameter_bytes(self.model)
+        trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
             batches = iter(loader)
@@ -96,7 +95,7 @@ class _Tracer:
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             if shared is not None:
-                self.strategy.load_state(self.model, self.optimizer, TrainState(shared, {}))
+                self.session.load_state(TrainState(shared, {}))
             self._forward_backward(next(batches), steps)
             trace.later_gradients = self._gradients()
 
@@ -110,20 +109,12 @@ class _Tracer:
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
-        model, weights = build(self.recipe.build_model, self.recipe.weights(), self.run.config.experiment.seed)
-        for module in model.modules():
-            if isinstance(module, DROPOUT):
-                module.p = 0.0
-        plan = self.recipe.parallel_plan(model)
-        self.model, self.optimizer = self.strategy.prepare(
-            model, lambda model: build_optimizer(training, self.recipe.param_groups(model)), plan, weights
-        )
+        self.session = assemble(self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=_no_dropout)
+        self.model, self.optimizer = self.session.model, self.session.optimizer
 
     def _loader(self) -> Loader:
-        rank, size = self.strategy.data_rank, self.strategy.data_size
-        batches = BatchSchedule(derive_batches(self.run.config.training, size))
-        seed = self.run.config.experiment.seed
-        return Loader(self.recipe.train_data(), self.recipe.collate, batches, seed=seed, data_rank=rank, data_size=size)
+        batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
+        return self.session.loader(self.recipe.train_data(), batches)
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
         if not counting:
@@ -137,18 +128,22 @@ class _Tracer:
         if self.strategy.data_size == 1 or self.trace.desync:
             return
         try:
-            check_samples(micro_batches if self.strategy.leads else (), loader.last_step())
-            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-            if (group := self.strategy.replicas()) and gradients:
-                check_replicas(gradients, group)
+            check_samples(micro_batches if self.strategy.is_data_leader else (), loader.last_step())
+            self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
 
     def _weights(self) -> dict[str, Tensor]:
-        return _whole(self.strategy.state(self.model, self.optimizer).model)
+        return _whole(self.session.state().model)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return _whole(self.strategy.named_gradients(self.model))
+        return _whole(self.strategy.gradients(self.model))
+
+
+def _no_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, DROPOUT):
+            module.p = 0.0
 
 
 def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,15 +29,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
 
 
-def check_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim:
-            raise UserError(
-                f"{name} is a number without dimensions, which DeepSpeed does not take; give it the shape (1,), or use "
-                "strategy ddp"
-            )
-
-
 def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
     """Parameters that are stepped together have one count of steps."""
     counted = {name for name in members if any(not value.shape for value in state.optimizer.get(name, {}).values())}
@@ -48,7 +39,7 @@ def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None
         )
 
 
-class LookedAt:
+class CheckedLoss:
     """A recipe whose loss is not to read weights that are elsewhere: under ZeRO-3 they are empty between modules."""
 
     def __init__(self, recipe: Any, model: nn.Module):

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.config.layout import Layout
 from shoal.errors import UserError
 
-Reduction = Literal["sum", "mean"]
+Reduction = Literal["sum", "mean", "none"]
 """How gradients are combined over data-parallel ranks. A strategy divides losses by the global count and needs the sum;
-a hand-written loop has a mean over its own samples and needs the mean. It is fixed when the engine is built, because
-multiplying a loss by the number of ranks would round twice."""
+a hand-written loop has a mean over its own samples and needs the mean; "none" leaves it to the update. It is fixed when
+the engine is built, because multiplying a loss by the number of ranks would round twice."""
 
 
 class PlainEngine:

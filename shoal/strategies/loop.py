@@ -1,0 +1,361 @@
+"""The verbs of a training loop written by hand, the same on every strategy.
+
+    with DDPStrategy() as strategy:
+        loop = Loop(strategy)
+        model, optimizer = loop.wrap(model, lambda model: torch.optim.AdamW(model.parameters(), fused=True))
+        for batch in loader:
+            batch = loop.to_device(batch)
+            with loop.autocast():
+                loss = mse_loss(model(batch["x"]), batch["y"])  # a mean over this rank's samples
+            loop.backward(loss)
+            loop.step(max_norm=1.0)
+
+Gradients become the mean over ranks. The optimizer comes as a function that builds it, because it has to hold what this
+rank holds once the model is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint.peers import ALL, ALONE
+from shoal.checkpoint.rotation import check_same_model
+from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.errors import UserError
+from shoal.strategies.contract import Builder, DistributedStrategy, to_device
+from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.state import (
+    check_jsonable,
+    check_same_optimizer,
+    collect_state,
+    optimizer_settings,
+    restore_settings,
+)
+from shoal.strategies.update import Update
+from shoal.torch_private import call_without_hooks
+from shoal.transform.precision import autocast
+from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
+
+BUILT = Weights("built")
+Exchange = Literal["overlapped", "at_step"]
+
+
+class Loop:
+    """A loop of one's own over one model and its optimizers."""
+
+    def __init__(self, strategy: DistributedStrategy):
+        self.strategy = strategy
+        self._model: nn.Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._clips: dict[Optimizer, dict[str, float]] = {}
+        self._trained: list[bool] = []
+        self._skipped: Tensor | None = None
+        self._in_method = False
+
+    def wrap(
+        self,
+        model: nn.Module,
+        *builders: Builder,
+        plan: ParallelPlan | None = None,
+        weights: Weights = BUILT,
+        methods: Sequence[str] = (),
+        exchange: Exchange | None = None,
+    ) -> tuple[Any, ...]:
+        """Puts the model in its place and builds its optimizers; returns the module to call, and the optimizers.
+
+        `methods` are names of the model's methods that the loop calls besides the forward. `exchange` says when DDP
+        averages gradients: "overlapped" with the backward, or "at_step", which allows several optimizers that each use
+        some of the parameters, and a backward inside a method; that is the default with several optimizers.
+        """
+        strategy, layout = self.strategy, self.strategy.layout
+        self._check_wrap(model, builders, methods, exchange)
+        exchange = exchange or ("at_step" if len(builders) > 1 else "overlapped")
+        at_step = layout.engine == "ddp" and exchange == "at_step"
+        if weights.kind == "built" and (at_step or layout.engine != "ddp"):
+            self._share_weights(model)  # DDP does so itself
+        plan = plan or ParallelPlan.derive(model)
+        self._model = model
+        self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
+        for update in strategy._updates.values() if at_step else ():
+            update.average_over = strategy._data_groups
+        self._trained = [p.requires_grad for p in model.parameters()]
+        module = strategy.engine
+        if methods and isinstance(module, DistributedDataParallel):
+            self._forbid_backward_in_methods(model)
+        for name in methods:
+            setattr(module, name, self._through_engine(module, model, name))
+        return module, *self._optimizers
+
+    # A step
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Is entered around the forward and backward of one micro-batch; gradients are exchanged in the last one."""
+        return self._engine.accumulate(last)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Is entered around the forward and the loss: computes in the strategy's `mixed_precision`."""
+        return autocast(self.strategy.layout.precision, self.strategy.device)
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a mean over this rank's samples; gradients become the mean over ranks."""
+        scale = self.strategy._loss_scale
+        if self._engine.backward is not None:
+            self._engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
+        else:
+            (loss * scale.scale if scale else loss).backward()
+
+    def clip(
+        self, optimizer: Optimizer | None = None, *, max_norm: float | None = None, max_value: float | None = None
+    ) -> None:
+        """Makes the optimizer's next step clip its gradient, by its norm or each element by its size."""
+        limits = {"max_norm": max_norm, "max_value": max_value}
+        for one in [optimizer] if optimizer else self._optimizers:
+            self._update_of(one)
+            self._clips[one] = {key: limit for key, limit in limits.items() if limit is not None}
+
+    def step(self, optimizer: Optimizer | None = None, max_norm: float | None = None) -> StepInfo:
+        """Unscales, clips, updates and clears the gradients of an optimizer, or of the only one.
+
+        An update whose gradient is not finite is skipped. The norm before clipping is in what it returns.
+        """
+        if optimizer is None:
+            if len(self._optimizers) != 1:
+                raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; say which one steps")
+            (optimizer,) = self._optimizers
+        self._check_trained()
+        clip = self._clips.pop(optimizer, {})
+        if max_norm is not None:
+            clip["max_norm"] = max_norm
+        info = self._update_of(optimizer).step(**clip)
+        self._update_scale(optimizer, info)
+        return info
+
+    def zero_grad(self, optimizer: Optimizer | None = None) -> None:
+        """Clears the gradients of an optimizer, or of all."""
+        for one in [optimizer] if optimizer else self._optimizers:
+            self._update_of(one).zero_grad()
+
+    # Around it
+
+    def to_device(self, batch: Any) -> Any:
+        """Moves the tensors of a batch to this rank's device, however nested."""
+        return to_device(batch, self.strategy.device)
+
+    def reduce(self, tensor: Tensor, op: Literal["sum", "mean", "max"] = "mean") -> Tensor:
+        """Returns the sum, mean or maximum over data-parallel ranks, on every rank. All ranks call it."""
+        if op not in ("sum", "mean", "max"):
+            raise UserError(f"reduce(op={op!r}): use sum, mean or max")
+        if op != "max":
+            ranks = 1
+            for group in self.strategy._data_groups:
+                ranks *= dist.get_world_size(group)
+            total = self.strategy.sum_over_data(tensor)
+            return total / ranks if op == "mean" and ranks > 1 else total
+        highest = tensor.clone()
+        for group in self.strategy._data_groups:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        return highest
+
+    def save(self, path: str | Path, **state: Any) -> None:
+        """Writes the folder `path`, which appears whole or not at all; `state` is anything that JSON can hold.
+
+        Where every rank has the whole model, rank 0 writes alone, so that only rank 0 needs to call it. Elsewhere all
+        ranks call it, and each writes its part.
+        """
+        path, strategy = Path(path), self.strategy
+        check_jsonable("state", state)
+        replicated = strategy.layout.engine in ("plain", "ddp") and not strategy.layout.is_sharded_family
+        if replicated and not strategy.is_main_process:
+            return
+        occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
+        if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
+            raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
+        settings = [optimizer_settings(optimizer) for optimizer in self._optimizers]
+        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **about_names(self._plain)}
+        about["optimizer"] = settings[0] if len(settings) == 1 else settings
+        write_checkpoint(path, self._state(alone=replicated), state, about, ALONE if replicated else ALL)
+
+    def load(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
+        """Puts back weights, optimizer state and learning rates, saved in any layout; returns the `state` of that save.
+
+        All ranks call it. Raises UserError if it is of another model or optimizer, DamagedCheckpoint if any rank cannot
+        read it; nothing is changed then.
+        """
+        path, strategy = Path(path), self.strategy
+        problem: Exception | None = None
+        if not strategy.any_rank(path.is_dir()):
+            raise UserError(f"load: there is no folder {path}")
+        held = strategy.held()
+        try:
+            checkpoint = open_checkpoint(path)
+            settings = checkpoint.manifest.get("optimizer")  # a run of `shoal train` has its config instead
+            by_optimizer = settings if isinstance(settings, list) else [settings] * len(self._optimizers)
+            shapes = {name: [*one.shape] for name, one in held.items()}
+            check_same_model(checkpoint, shapes, "build the model it was saved from")
+            if not weights_only:
+                self._check_same_optimizers(by_optimizer, path)
+            loaded = checkpoint.checked_for(held, with_base=True)
+        except (DamagedCheckpoint, UserError) as error:
+            problem = error
+        if strategy.any_rank(problem is not None):  # all ranks load it or none does
+            raise problem or DamagedCheckpoint(f"{path}: another rank cannot read it")
+        if weights_only:
+            loaded = TrainState(loaded.model, {}, {})
+        self._load_state(loaded)
+        for optimizer, stored in zip(self._optimizers, by_optimizer if not weights_only else (), strict=False):
+            restore_settings(optimizer, stored)
+        return checkpoint.trainer
+
+    # Inside
+
+    @property
+    def _engine(self) -> PlainEngine:
+        return self.strategy._executor.engine  # type: ignore[union-attr]  # a pipeline is refused by wrap
+
+    @property
+    def _plain(self) -> nn.Module:
+        if self._model is None:
+            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
+        return self._model
+
+    def _update_of(self, optimizer: Optimizer) -> Update:
+        if optimizer not in self.strategy._updates:
+            raise UserError(
+                f"this {type(optimizer).__name__} was not built by loop.wrap; give wrap a function that builds it: "
+                "loop.wrap(model, lambda model: torch.optim.AdamW(model.parameters()))"
+            )
+        return self.strategy._updates[optimizer]
+
+    def _check_wrap(
+        self, model: nn.Module, builders: Sequence[Builder], methods: Sequence[str], exchange: Exchange | None
+    ) -> None:
+        layout = self.strategy.layout
+        if self._model is not None:
+            raise UserError("wrap: this loop has a model already; put both into one module, or use another Loop")
+        if any(isinstance(builder, Optimizer) for builder in builders):
+            raise UserError(
+                "wrap takes a function that builds the optimizer, not the optimizer: its parameters may be replaced; "
+                "write loop.wrap(model, lambda model: torch.optim.AdamW(model.parameters()))"
+            )
+        if layout.mesh["pp"] > 1:
+            raise UserError(
+                f"distributed.mesh.pp = {layout.mesh['pp']}: a pipeline runs all micro-batches of a step at once, and "
+                "a loop of your own cannot; use a recipe"
+            )
+        if layout.loss_chunks > 1:
+            raise UserError(
+                f"loss_chunks = {layout.loss_chunks}: a loop of your own computes its loss itself; use a recipe"
+            )
+        if exchange == "at_step" and layout.engine not in ("ddp", "plain"):
+            raise UserError(f"exchange = at_step is for ddp; {layout.strategy} exchanges gradients during the backward")
+        if methods and layout.precision == "pure_bf16":
+            raise UserError("methods: under pure_bf16 only the inputs of forward are cast; use mixed_precision = bf16")
+        for name in methods:
+            if not callable(getattr(model, name, None)):
+                raise UserError(f"methods: {type(model).__name__} has no method {name!r}")
+
+    def _share_weights(self, model: nn.Module) -> None:
+        """Lets all ranks start from rank 0's weights: a sharded model would be put together from different ones."""
+        if self.strategy.world_size > 1 and self.strategy.world.group != "imagined":
+            for tensor in (*model.parameters(), *model.buffers()):
+                if not tensor.is_meta:
+                    dist.broadcast(tensor.data, 0)
+
+    def _through_engine(self, engine: nn.Module, model: nn.Module, name: str) -> Callable[..., Any]:
+        """Returns a function that calls a method of the model as the engine calls its forward, with the same hooks."""
+        method = getattr(model, name)
+        plain_forward = type(model).forward
+        is_deepspeed = self.strategy.layout.engine == "deepspeed"
+        shards = is_deepspeed or self.strategy.layout.engine == "fully_shard"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            forward, inside = vars(model).get("forward"), self._in_method
+            if inside:  # a method that calls another: the engine is already at work
+                return method(*args, **kwargs)
+
+            def once(*args: Any, **kwargs: Any) -> Any:
+                model.forward = forward or plain_forward.__get__(model)
+                # A nested `self(x)` must not run the hooks that free the parameters which the method still uses.
+                undo = call_without_hooks(model) if shards else lambda: None
+                try:
+                    with self.autocast() if is_deepspeed else nullcontext():  # which turns it off around the model
+                        return method(*args, **kwargs)
+                finally:
+                    undo()
+
+            model.forward, self._in_method = once, True
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self._in_method = False
+                vars(model).pop("forward", None)
+                if forward is not None:
+                    model.forward = forward
+
+        return call
+
+    def _forbid_backward_in_methods(self, model: nn.Module) -> None:
+        def check(parameter: Tensor) -> None:
+            if self._in_method:
+                raise UserError(
+                    "a method ran a backward while DDP was still in its forward, so that gradients would not be "
+                    "averaged; use loop.wrap(..., exchange='at_step')"
+                )
+
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(check)
+
+    def _check_trained(self) -> None:
+        if type(self._engine) is PlainEngine:
+            return
+        if [p.requires_grad for p in self._plain.parameters()] != self._trained:
+            raise UserError(
+                f"requires_grad was changed after wrap, which {self.strategy.name} does not notice; freeze parameters "
+                "before wrap, or leave them out of the optimizer"
+            )
+
+    def _update_scale(self, optimizer: Optimizer, info: StepInfo) -> None:
+        """Updates fp16's loss scale once nobody holds gradients that were made with the old one."""
+        scale = self.strategy._loss_scale
+        if scale is None:
+            return
+        self._skipped = info.skipped if self._skipped is None else torch.maximum(self._skipped, info.skipped)
+        others = (one for one in self._optimizers if one is not optimizer)
+        if not any(p.grad is not None for one in others for group in one.param_groups for p in group["params"]):
+            scale.update(self._skipped)
+            self._skipped = None
+
+    def _state(self, alone: bool) -> TrainState:
+        """Collects the state of all optimizers; if `alone`, without collectives: rank 0's buffers count then."""
+        if not self._optimizers:
+            raise UserError("save: wrap the model with at least one optimizer")
+        if alone:
+            scale = self.strategy._scale_state()
+            states = [collect_state(self._plain, optimizer, scale) for optimizer in self._optimizers]
+        else:
+            states = [self.strategy.state(self._plain, optimizer) for optimizer in self._optimizers]
+        moments = {name: slots for state in states for name, slots in state.optimizer.items()}
+        return TrainState(states[0].model, moments, states[0].strategy)
+
+    def _load_state(self, state: TrainState) -> None:
+        for optimizer in self._optimizers:
+            self.strategy.load_state(self._plain, optimizer, state)
+
+    def _check_same_optimizers(self, settings: Sequence[Any], path: Path) -> None:
+        if len(settings) != len(self._optimizers):
+            raise UserError(
+                f"{path} was saved with {len(settings)} optimizers, but the loop has {len(self._optimizers)}"
+            )
+        for optimizer, stored in zip(self._optimizers, settings, strict=True):
+            check_same_optimizer(optimizer, stored, path)

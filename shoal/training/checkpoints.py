@@ -1,0 +1,101 @@
+"""The checkpoints of a run: opened at its start, written while it trains, and the best one found at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint.frozen_base import Base
+from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint.run_lock import Lease
+from shoal.config import Run
+from shoal.training.resume import Progress, load_best, restore
+from shoal.training.session import Session
+
+_PER_TENSOR_BYTES = 1000
+"""About what one tensor adds to headers and manifest."""
+
+
+class Checkpoints:
+    """Where a session's state is read from and written to."""
+
+    def __init__(self, run: Run, session: Session, lease: Lease, warn: Callable[[str], None]):
+        self.run, self.session, self._warn = run, session, warn
+        config, strategy = run.config.checkpoint, session.strategy
+        self.manager = CheckpointManager(
+            Path(run.config.output_dir),
+            config.keep_last,
+            keep_best=config.keep_best,
+            metric=config.metric,
+            mode=config.mode,
+            keep_every=config.keep_every,
+            is_main_process=strategy.is_main_process,
+            may_write=lease.check,
+            background=strategy.device.type == "cuda" if config.async_save is None else config.async_save,
+        )
+        self.manager.clean()
+        self.base = Base(session.model, session.weights, session.state().model if session.weights.files else {})
+        self.progress: Progress = restore(run, session, self.manager, self.base, warn)
+        self.manager.saved_step = self.progress.step
+        self.expected_bytes = self._expect_bytes()
+        """The size of a checkpoint over all ranks."""
+        if lack := self.manager.lack_of_room(self.expected_bytes):
+            warn(f"{lack}; make room, or the run will not be saved")
+        if config.keep_best and not run.config.training.eval_steps:
+            warn(
+                f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"
+            )
+        self.saved_at = time.monotonic()
+
+    def _expect_bytes(self) -> int:
+        """Estimates the size from what the ranks hold; an optimizer that has not stepped yet has nothing to look at."""
+        held, optimizer = self.session.held(), self.session.optimizer
+        stored = [one.nbytes for name, one in held.items() if name not in self.base.references]
+        slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
+        trained, _ = self.session.parameter_counts
+        return sum(stored) + slots * 4 * trained + _PER_TENSOR_BYTES * (1 + slots) * len(stored)
+
+    def is_late(self) -> bool:
+        """Returns whether the last save was longer ago than `checkpoint.every_minutes`."""
+        minutes = self.run.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+
+    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None) -> None:
+        """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went."""
+        trainer = dict(progress)
+        if evaluation is not None:
+            trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
+        about = {
+            "layout": self.session.strategy.layout.as_dict(),
+            "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],
+            "config": self.run.tree(),
+            **about_names(self.session.model),
+        }
+        state, base = self.base.leave_out(self.session.state())
+        try:
+            self.manager.save(state, trainer, about | base)
+        except OSError as error:
+            self._warn_of_save(error)
+        self.saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        try:
+            self.manager.wait()
+        except OSError as error:
+            self._warn_of_save(error)
+
+    def _warn_of_save(self, error: OSError) -> None:
+        failed, good = self.manager.saving_step, self.manager.saved_step
+        self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
+
+    def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
+        """Returns the best step and its value; loads its weights if asked to and they are not in the model already."""
+        best = next(iter(self.manager.best()), None)
+        if load and best and best[0] != current_step:
+            best = load_best(self.session, self.manager, self.base, self._warn)
+        return best

@@ -1,0 +1,75 @@
+"""What watches a run: the meter, the profiler, the loggers, and the console with its warnings."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config import Run
+from shoal.observe.console import Console
+from shoal.observe.loggers import Loggers, open_loggers
+from shoal.observe.patient_file import PatientFile
+from shoal.observe.profiler import Profiler
+from shoal.training.loaders import Loaders
+from shoal.training.meter import Meter
+from shoal.training.resume import Progress
+from shoal.training.session import Session
+
+FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
+"""Metrics that would only make the console's line longer."""
+
+
+class Warnings:
+    """Shows warnings on the console; those that come before there is one wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+        self._console: Console | None = None
+
+    def __call__(self, warning: str) -> None:
+        if self._console is None:
+            self._waiting.append(warning)
+        else:
+            self._console.line(f"warning: {warning}")
+
+    def show_on(self, console: Console) -> None:
+        self._console = console
+        for warning in self._waiting:
+            self(warning)
+
+
+@dataclass
+class Observers:
+    """Only rank 0 writes; on other ranks these are silent."""
+
+    meter: Meter
+    profiler: Profiler
+    loggers: Loggers
+    console: Console
+
+    def publish(self, step: int, metrics: dict[str, float], in_files: bool = True) -> None:
+        if in_files:
+            self.loggers.log(step, metrics)
+        self.console.metrics(step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
+
+
+def open_observers(
+    run: Run, session: Session, loaders: Loaders, progress: Progress, evaluates_again: bool, resources: ExitStack
+) -> Observers:
+    """Opens them at the step where the run goes on. `evaluates_again`: the last evaluation was cut short."""
+    config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
+    logging, step = config.logging, progress.step
+    meter = Meter(strategy, session.recipe.unit, config.training, loaders.train, progress.skipped_steps)
+    speaks = strategy.is_main_process
+    loggers = Loggers()
+    if speaks:
+        loggers = open_loggers(logging, folder, config.experiment.name, run.tree(), step, evaluates_again)
+    resources.enter_context(closing(loggers))
+    profiler = resources.enter_context(closing(Profiler(logging.profile if speaks else None, folder)))
+    log = None
+    if speaks and strategy.world_size > 1:  # the other ranks write all of their output to their own log
+        log = resources.enter_context(closing(PatientFile(folder / "logs" / "rank_0.log")))
+    mode = logging.console if speaks else "off"
+    console = resources.enter_context(Console(mode, step, loaders.total_steps, copy=log))
+    return Observers(meter, profiler, loggers, console)

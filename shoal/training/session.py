@@ -1,0 +1,77 @@
+"""A recipe's model in its place, with its optimizer: what the trainer, the prover, benchmarks and tests start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint.regions import Held
+from shoal.config.schema import TrainingConfig
+from shoal.data import BatchSchedule, Loader
+from shoal.observe.flops import copy_on_meta
+from shoal.strategies import DistributedStrategy
+from shoal.training.optimizers import build_optimizer
+from shoal.types import ParallelPlan, TrainState, Weights
+from shoal.weights.materialise import build
+
+
+@dataclass
+class Session:
+    """A model that is ready for its first step, or for a checkpoint to be loaded into it."""
+
+    recipe: Any
+    strategy: DistributedStrategy
+    seed: int
+    model: nn.Module
+    optimizer: Optimizer
+    plan: ParallelPlan
+    weights: Weights
+    """Where the first weights came from."""
+    parameter_counts: tuple[int, int]
+    """The number of trained and of frozen parameters in the whole model."""
+    meta_model: nn.Module | None
+    """The model as it was before any layout changed it, without memory, to count FLOPs on."""
+
+    def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
+        """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
+        strategy = self.strategy
+        place = {"seed": self.seed, "data_rank": strategy.data_rank, "data_size": strategy.data_size}
+        return Loader(data, self.recipe.collate, batches, **place, **options)
+
+    def state(self) -> TrainState:
+        return self.strategy.state(self.model, self.optimizer)
+
+    def load_state(self, state: TrainState) -> None:
+        self.strategy.load_state(self.model, self.optimizer, state)
+
+    def held(self) -> Mapping[str, Held]:
+        return self.strategy.held()
+
+
+def assemble(
+    recipe: Any,
+    strategy: DistributedStrategy,
+    training: TrainingConfig,
+    seed: int,
+    *,
+    weights: Weights | None = None,
+    edit: Callable[[nn.Module], None] | None = None,
+) -> Session:
+    """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
+
+    `weights` replace the recipe's own; `edit` may change the model before it is cut.
+    """
+    model, found = build(recipe.build_model, weights or recipe.weights(), seed)
+    if edit is not None:
+        edit(model)
+    meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts = trained, sum(p.numel() for p in model.parameters()) - trained
+    model, optimizer = strategy.prepare(
+        model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
+    )
+    return Session(recipe, strategy, seed, model, optimizer, plan, found, counts, meta_model)
