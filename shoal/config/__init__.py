@@ -1,7 +1,7 @@
 """The schema of a run, and how a file, overrides and defaults become one."""
 
 from shoal.config.batch import derive_batches
-from shoal.config.resolve import Run, check_run, load_run
+from shoal.config.run import Run, check_run, load_run
 from shoal.config.schema import Config, Section
 
 __all__ = ["Config", "Run", "Section", "check_run", "derive_batches", "load_run"]

@@ -22,23 +22,23 @@ def fill_mesh(given: Mapping[str, int], world_size: int) -> dict[str, int]:
     """The sides of the mesh, -1 replaced by what is left of the world."""
     sizes = {"dp_replicate": 1, "dp_shard": -1, **given}
     open_sides = [name for name, size in sizes.items() if size == -1]
-    product = prod(size for size in sizes.values() if size != -1)
     if len(open_sides) > 1:
         raise UserError(f"distributed.mesh: {' and '.join(open_sides)} are both -1; give one of them")
-    shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, -1) != -1)
-    if open_sides and world_size % product == 0:
-        sizes[open_sides[0]] = world_size // product
-    elif open_sides:
-        raise UserError(f"distributed.mesh: {shown} does not divide the {world_size} processes there are")
-    elif product != world_size:
-        raise UserError(f"distributed.mesh: {shown} = {product}, but there are {world_size} processes")
-    return sizes
+    product = prod(size for size in sizes.values() if size != -1)
+    rest, remainder = divmod(world_size, product)
+    if remainder or (rest > 1 and not open_sides):
+        shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, -1) != -1)
+        raise UserError(
+            f"distributed.mesh: {shown} does not divide the {world_size} processes there are"
+            if open_sides
+            else f"distributed.mesh: {shown} = {product}, but there are {world_size} processes"
+        )
+    return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 
 def say_mesh(sizes: Mapping[str, int]) -> str:
     """The sides that are longer than one."""
-    longer = [f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1]
-    return " × ".join(longer) or "one process"
+    return " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1) or "one process"
 
 
 def data_size(sizes: Mapping[str, int]) -> int:

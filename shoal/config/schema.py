@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 ranks hold nothing; use 1, or -1 for what is left")
-    return value
+def _refuse(wrong: Callable[[Any], bool], message: str) -> BeforeValidator:
+    """A validator that refuses some values, whatever their type."""
+
+    def check(value: Any) -> Any:
+        if wrong(value):
+            raise ValueError(message)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _short_for(key: str) -> BeforeValidator:
+    """A validator that makes `optimizer: {name: sgd}` of `optimizer: sgd`, where the key is `name`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 Positive = Annotated[int, Field(ge=1)]
-Side = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+NotNegative = Annotated[int, Field(ge=0)]
+Side = Annotated[
+    int, Field(ge=-1), _refuse(lambda side: side == 0, "0 ranks hold nothing; use 1, or -1 for what is left")
+]
 Half = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -24,12 +38,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        """Conditions under which the values do not go together, each with its message."""
+        return ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        for contradictory, message in self.contradictions():
+            if contradictory:
+                raise ValueError(message)
+        return self
+
 
 class ExperimentConfig(Section):
     name: Annotated[str, Field(min_length=1, pattern=r"^[^/\\]+$")] = "run"
     output_dir: str | None = None
     """The run folder; `runs/<name>` unless given."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NotNegative = 0
     """Of the weights, the order of samples, dropout and noise."""
     deterministic: bool = False
     """Use only operations that repeat to the bit on this hardware; slower on GPUs."""
@@ -38,7 +63,7 @@ class ExperimentConfig(Section):
 class LoaderConfig(Section):
     """The keys of `dataset:` that say how samples are fetched, whatever the recipe."""
 
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: NotNegative = 0
     """Processes that fetch samples ahead; 0 fetches in the training process."""
     pin_memory: bool | None = None
     """Unless given: on where the device is a GPU."""
@@ -46,11 +71,6 @@ class LoaderConfig(Section):
     """Keep the workers of the evaluation data alive between evaluations."""
     prefetch: Positive = 2
     """Micro-batches each worker fetches ahead."""
-
-
-def _by_name(value: Any) -> Any:
-    """`optimizer: sgd` is short for `optimizer: {name: sgd}`."""
-    return {"name": value} if isinstance(value, str) else value
 
 
 class AdamW(Section):
@@ -82,15 +102,6 @@ class WarmupStableDecay(Section):
     min_ratio: Fraction = 0.0
 
 
-Optimizer = Annotated[AdamW | SGD, Field(discriminator="name"), BeforeValidator(_by_name)]
-Scheduler = Annotated[
-    Constant | Decay | WarmupStableDecay, Field(discriminator="name"), BeforeValidator(_by_name)
-]  # fmt: skip
-
-
-Precision = Literal["fp32", "bf16", "fp16", "pure_bf16", "fp8"]
-
-
 class CheckpointingConfig(Section):
     mode: Literal["none", "full", "selective"] = "none"
     """`full` keeps only what goes into a block; `selective` also attention and every second matrix product."""
@@ -99,19 +110,9 @@ class CheckpointingConfig(Section):
     classes: list[str] | None = None
     """Modules of these classes instead of the plan's blocks."""
 
-    @model_validator(mode="after")
-    def _something_to_do(self) -> CheckpointingConfig:
-        if self.mode == "none" and (self.classes or self.every > 1):
-            raise ValueError("`every` and `classes` have no effect with mode: none; use full or selective")
-        return self
-
-
-def _by_mode(value: Any) -> Any:
-    """`activation_checkpointing: full` is short for `{mode: full}`."""
-    return {"mode": value} if isinstance(value, str) else value
-
-
-Checkpointing = Annotated[CheckpointingConfig, BeforeValidator(_by_mode)]
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        unused = self.mode == "none" and bool(self.classes or self.every > 1)
+        return ((unused, "`every` and `classes` have no effect with mode: none; use full or selective"),)
 
 
 class TrainingConfig(Section):
@@ -124,23 +125,23 @@ class TrainingConfig(Section):
     """Samples in one update, over all devices."""
     batch_size: Positive | None = None
     """Samples in one micro-batch on one device."""
-    gradient_accumulation: Positive | dict[Annotated[int, Field(ge=0)], Positive] | None = None
+    gradient_accumulation: Positive | dict[NotNegative, Positive] | None = None
     """Micro-batches in one update on one device."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    mixed_precision: Precision = "fp32"
+    mixed_precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "fp8"] = "fp32"
     """What is computed in; the optimizer's weights and state stay fp32. `bf16` and `fp16` are for matrix products
     (autocast), `pure_bf16` is for everything, `fp8` is for the products of large linear layers and bf16 for others."""
     tf32: bool = False
     """Let fp32 matrix products on a CUDA device use TF32."""
     compile: bool = False
     """torch.compile, block by block."""
-    activation_checkpointing: Checkpointing = CheckpointingConfig()
+    activation_checkpointing: Annotated[CheckpointingConfig, _short_for("mode")] = CheckpointingConfig()
     """Recompute in the backward instead of keeping: `none`, `full`, `selective`, or a section."""
     loss_chunks: Positive = 1
     """Make logits of this many parts of a batch in turn and never of all of it, for large vocabularies."""
 
-    optimizer: Optimizer = AdamW()
+    optimizer: Annotated[AdamW | SGD, Field(discriminator="name"), _short_for("name")] = AdamW()
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -148,8 +149,10 @@ class TrainingConfig(Section):
     max_skipped_steps: Positive = 10
     """Stop after this many updates in a row were skipped because the gradient was not finite."""
 
-    lr_scheduler: Scheduler = Decay(name="cosine", min_ratio=0.1)
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    lr_scheduler: Annotated[Constant | Decay | WarmupStableDecay, Field(discriminator="name"), _short_for("name")] = (
+        Decay(name="cosine", min_ratio=0.1)
+    )
+    warmup_steps: NotNegative | None = None
     """Updates until the learning rate is at its peak; this or `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
     """The same as a share of all updates."""
@@ -161,23 +164,25 @@ class TrainingConfig(Section):
     gc_steps: Positive = 100
     """Python's garbage collector runs only every so many steps, not whenever it likes."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainingConfig:
-        if self.max_steps is not None and self.num_epochs is not None:
-            raise ValueError(
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        ends, warmups = (self.max_steps, self.num_epochs), (self.warmup_steps, self.warmup_ratio)
+        return (
+            (
+                None not in ends,
                 f"max_steps = {self.max_steps} and num_epochs = {self.num_epochs} both say when to stop; "
-                "set one of them to null"
-            )
-        if self.max_steps is None and self.num_epochs is None:
-            raise ValueError("say when to stop: give max_steps or num_epochs")
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(
+                "set one of them to null",
+            ),
+            (ends == (None, None), "say when to stop: give max_steps or num_epochs"),
+            (
+                None not in warmups,
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} say the same thing twice; "
-                "set one of them to null"
-            )
-        if self.lr_scheduler.name == "constant" and (self.warmup_steps or self.warmup_ratio):
-            raise ValueError("lr_scheduler 'constant' has no warmup; use 'constant_with_warmup'")
-        return self
+                "set one of them to null",
+            ),
+            (
+                self.lr_scheduler.name == "constant" and any(warmups),
+                "lr_scheduler 'constant' has no warmup; use 'constant_with_warmup'",
+            ),
+        )
 
 
 class DDPConfig(Section):
@@ -217,50 +222,48 @@ class FSDPConfig(Section):
     limit_all_gathers: bool = True
     """Never more than two units gathered at once, which is always so."""
 
-    @model_validator(mode="after")
-    def _possible(self) -> FSDPConfig:
-        if self.backward_prefetch != "BACKWARD_PRE":
-            raise ValueError(
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        return (
+            (
+                self.backward_prefetch != "BACKWARD_PRE",
                 f"backward_prefetch = {self.backward_prefetch}, but torch's fully_shard always asks for the next unit "
-                "before a unit's backward; use BACKWARD_PRE or leave it out"
-            )
-        if not self.limit_all_gathers:
-            raise ValueError(
+                "before a unit's backward; use BACKWARD_PRE or leave it out",
+            ),
+            (
+                not self.limit_all_gathers,
                 "limit_all_gathers = false, but torch's fully_shard frees a unit before it gathers the one after the "
-                "next and cannot do otherwise; use true or leave it out"
-            )
-        if self.reduce_every_micro_batch and self.sharding_strategy == "NO_SHARD":
-            raise ValueError(
-                "reduce_every_micro_batch saves nothing with NO_SHARD, where all gradients stay; leave it out"
-            )
-        if self.wrap_classes is not None and self.auto_wrap_policy is not None:
-            raise ValueError(
+                "next and cannot do otherwise; use true or leave it out",
+            ),
+            (
+                self.reduce_every_micro_batch and self.sharding_strategy == "NO_SHARD",
+                "reduce_every_micro_batch saves nothing with NO_SHARD, where all gradients stay; leave it out",
+            ),
+            (
+                None not in (self.wrap_classes, self.auto_wrap_policy),
                 f"auto_wrap_policy = {self.auto_wrap_policy} and wrap_classes = {self.wrap_classes} both choose the "
-                "units; set one of them to null"
-            )
-        if self.min_num_params is not None and self.auto_wrap_policy != "size_based":
-            raise ValueError(
-                f"min_num_params = {self.min_num_params} is for auto_wrap_policy: size_based; add that or leave it out"
-            )
-        return self
+                "units; set one of them to null",
+            ),
+            (
+                self.min_num_params is not None and self.auto_wrap_policy != "size_based",
+                f"min_num_params = {self.min_num_params} is for auto_wrap_policy: size_based; add that or leave it out",
+            ),
+        )
 
 
-def _a_stage(value: object) -> object:
-    if value == 0:
-        raise ValueError("stage 0 splits nothing, which is distributed.strategy: ddp; use that, or 1, 2 or 3")
-    return value
-
-
-Stage = Annotated[Literal[1, 2, 3] | None, BeforeValidator(_a_stage)]
-
-
-def _a_place(value: str) -> str:
-    if value not in ("none", "cpu") and not value.startswith(("/", "./", "../", "~")):
-        raise ValueError("should be none, cpu, or a folder on a local disk, such as /local/nvme")
-    return value
-
-
-Offload = Annotated[str, AfterValidator(_a_place)]
+Stage = Annotated[
+    Literal[1, 2, 3] | None,
+    _refuse(
+        lambda stage: stage == 0,
+        "stage 0 splits nothing, which is distributed.strategy: ddp; use that, or 1, 2 or 3",
+    ),
+]
+Offload = Annotated[
+    str,
+    _refuse(
+        lambda place: not str(place).startswith(("/", "./", "../", "~")) and place not in ("none", "cpu"),
+        "should be none, cpu, or a folder on a local disk, such as /local/nvme",
+    ),
+]
 
 
 class AioConfig(Section):
@@ -298,29 +301,18 @@ class DeepSpeedConfig(Section):
     """Elements of weights that are gathered at once after a step of stage 1 or 2."""
     sub_group_size: Positive = 1_000_000_000
     """Elements that the optimizer steps at once; stage 3."""
-    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    stage3_prefetch_bucket_size: NotNegative = 50_000_000
     """Elements of weights that are asked for ahead."""
-    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    stage3_param_persistence_threshold: NotNegative = 100_000
     """Parameters with at most so many elements stay whole on every rank, too."""
-    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_max_live_parameters: NotNegative = 1_000_000_000
     """Elements that may be gathered at any moment."""
-    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_max_reuse_distance: NotNegative = 1_000_000_000
     """Weights that are used again within so many elements stay gathered."""
     cpu_checkpointing: bool = False
     """Keep what goes into a block that is recomputed in the host's memory; with `training.activation_checkpointing`."""
     config_file: str | None = None
     """A DeepSpeed JSON instead of the keys above. What it says `auto` for comes from the run."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> DeepSpeedConfig:
-        given = {key: value for key, value in self if value != type(self).model_fields[key].default}
-        if self.config_file is not None and len(given) > 1:
-            key = next(key for key in given if key != "config_file")
-            raise ValueError(
-                f"config_file = {self.config_file!r} and {key} = {given[key]!r} both say what DeepSpeed does; put it "
-                "into the JSON or leave the JSON out"
-            )
-        return self
 
     @property
     def stage(self) -> int:
@@ -328,14 +320,12 @@ class DeepSpeedConfig(Section):
 
     def why_not_offload(self) -> str | None:
         """What the stage cannot do of what is asked for. The JSON may still say the stage."""
-        if self.stage == 3:
-            return None
-        if self.offload_parameters != "none":
+        if self.stage < 3 and self.offload_parameters != "none":
             return (
                 f"offload_parameters = {self.offload_parameters}, but ZeRO stage {self.stage} keeps all weights on "
                 "every device; use zero_stage: 3, or offload the optimizer alone"
             )
-        if self.offload_optimizer not in ("none", "cpu"):
+        if self.stage < 3 and self.offload_optimizer not in ("none", "cpu"):
             return (
                 f"offload_optimizer = {self.offload_optimizer}, but ZeRO stage {self.stage} offloads to the host's "
                 "memory alone; use cpu, or zero_stage: 3"
@@ -402,32 +392,36 @@ class DistributedConfig(Section):
     @property
     def zero(self) -> DeepSpeedConfig:
         """`deepspeed` with what the short forms say."""
-        long = self.deepspeed.model_dump()
-        short: dict[str, Any] = {}
-        if self.zero_stage is not None:
-            short["zero_stage"] = self.zero_stage
-        if self.offload is not None:
-            short["offload_optimizer"] = "none" if self.offload == "none" else "cpu"
-            short["offload_parameters"] = "cpu" if self.offload == "all" else "none"
-        return DeepSpeedConfig(**{**long, **short})
+        short = {
+            "zero_stage": self.zero_stage,
+            "offload_optimizer": self.offload and ("none" if self.offload == "none" else "cpu"),
+            "offload_parameters": self.offload and ("cpu" if self.offload == "all" else "none"),
+        }
+        return self.deepspeed.model_copy(update={key: value for key, value in short.items() if value is not None})
 
-    @model_validator(mode="after")
-    def _one_zero(self) -> DistributedConfig:
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
         if self.strategy != "deepspeed":
-            return self
-        for key in ("zero_stage", "offload"):
-            if self.deepspeed.config_file is not None and getattr(self, key) is not None:
-                raise ValueError(
-                    f"{key} = {getattr(self, key)} and deepspeed.config_file = {self.deepspeed.config_file!r} both say "
-                    "what DeepSpeed does; put it into the JSON or leave the JSON out"
-                )
-        for key, value in self.zero:
-            default = DeepSpeedConfig.model_fields[key].default
-            if (long := getattr(self.deepspeed, key)) not in (default, value):
-                raise ValueError(f"deepspeed.{key} = {long}, but its short form says {value}; set one of them to null")
-        if (why := self.zero.why_not_offload()) is not None:
-            raise ValueError(f"deepspeed.{why}")
-        return self
+            return ()
+        zero, why = self.zero, self.zero.why_not_offload()
+        long = {key: value for key, value in self.deepspeed if value != DeepSpeedConfig.model_fields[key].default}
+        file = long.pop("config_file", None)
+        short = {"zero_stage": self.zero_stage, "offload": self.offload}
+        beside_file = [
+            (
+                None not in (file, value),
+                f"deepspeed.config_file = {file!r} and {key} = {value!r} both say what DeepSpeed does; put it into the "
+                "JSON or leave the JSON out",
+            )
+            for key, value in {**short, **{f"deepspeed.{key}": value for key, value in long.items()}}.items()
+        ]
+        short_and_long = [
+            (
+                getattr(zero, key) != value,
+                f"deepspeed.{key} = {value}, but its short form says {getattr(zero, key)}; set one of them to null",
+            )
+            for key, value in long.items()
+        ]
+        return [*beside_file, *short_and_long, (why is not None, f"deepspeed.{why}")]
 
 
 class LaunchConfig(Section):
@@ -436,7 +430,7 @@ class LaunchConfig(Section):
     """Machines. With more than one, start the command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
     procs_per_node: Positive = 1
     """Processes on each machine, usually one per GPU."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: NotNegative = 3
     """How often to start again from the last checkpoint after a process died."""
 
     @property
@@ -451,7 +445,7 @@ class CheckpointConfig(Section):
     """Save also when the last save was so many minutes ago."""
     keep_last: Positive = 3
     """How many of the newest checkpoints to keep."""
-    keep_best: Annotated[int, Field(ge=0)] = 0
+    keep_best: NotNegative = 0
     """How many of the best to keep besides; an evaluation that gets among them is saved at once."""
     metric: str = "eval/loss"
     """What `keep_best` goes by."""
@@ -474,13 +468,11 @@ class CheckpointConfig(Section):
     allow_changed: list[str] = []
     """Keys that may differ from the checkpoint's on resume, such as `dataset.files`."""
 
-    @model_validator(mode="after")
-    def _knows_the_best(self) -> CheckpointConfig:
-        if self.load_best_model_at_end and not self.keep_best:
-            raise ValueError(
-                "load_best_model_at_end = true, but keep_best = 0 keeps no best; set keep_best to 1 or more"
-            )
-        return self
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        no_best = self.load_best_model_at_end and not self.keep_best
+        return (
+            (no_best, "load_best_model_at_end = true, but keep_best = 0 keeps no best; set keep_best to 1 or more"),
+        )
 
 
 class WandbConfig(Section):

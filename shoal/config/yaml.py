@@ -20,23 +20,22 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012, PyYAML's own hook
 
 
-for tag, pattern, first in (
-    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:\d[\d_]*|0x[0-9a-fA-F]+)$", "-+0123456789"),
+for tag, pattern, first_characters in (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", [*"tTfF"]),
+    ("int", r"^[-+]?(?:\d[\d_]*|0x[0-9a-fA-F]+)$", [*"-+0123456789"]),
     (
         "float",
         r"^[-+]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-        "-+.0123456789",
+        [*"-+.0123456789"],
     ),
 ):
-    resolver = f"tag:yaml.org,2002:{tag}"
-    for character in first:
-        key = "" if character == "\0" else character
-        _Loader.yaml_implicit_resolvers.setdefault(key, []).append((resolver, re.compile(pattern)))
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), first_characters)
 
 
 _PLAIN = re.compile(r"^[A-Za-z_./~][\w./+:-]*(?<!:)$", re.ASCII)  # text that needs no quotes, also inside a list
+
+_WORDS = {"None": "null", "True": "true", "False": "false", "inf": ".inf", "-inf": "-.inf", "nan": ".nan"}
 
 
 def parse_value(text: str) -> Any:
@@ -48,45 +47,39 @@ def read_yaml(path: Path) -> tuple[Tree, Sources]:
     """The mapping in a file, and `file:line` for every value in it by dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the YAML file in it") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file (UTF-8)") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {str(error.strerror).lower()}") from None
 
-    loader = _Loader(text)
     sources: Sources = {}
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}, {}
+        loader = _Loader(text)
+        node = loader.get_single_node() or yaml.MappingNode("tag:yaml.org,2002:map", [])
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path} should hold `key: value` lines; found {_describe(node)}")
-        return _mapping(loader, node, path, "", sources), sources
+            found = "a list" if isinstance(node, yaml.SequenceNode) else f"only {node.value!r}"
+            raise UserError(f"{path} should hold `key: value` lines; found {found}")
+        return _construct(loader, node, path, "", sources), sources
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        where = f"{path}:{mark.line + 1}" if mark else path
         raise UserError(f"{where} does not parse as YAML: {getattr(error, 'problem', None) or error}") from None
-    finally:
-        loader.dispose()
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, path: Path, prefix: str, sources: Sources) -> Tree:
-    tree: Tree = {}
+def _construct(loader: _Loader, node: yaml.Node, path: Path, prefix: str, sources: Sources) -> Any:
+    """Returns the value of a node, and writes the lines of all keys inside it into `sources`."""
+    if not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node, deep=True)
+    tree: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         dotted, where = f"{prefix}{key}", f"{path}:{key_node.start_mark.line + 1}"
         if key in tree:
             raise UserError(f"{where}: {dotted} is given twice")
-        if isinstance(value_node, yaml.MappingNode):
-            tree[key] = _mapping(loader, value_node, path, f"{dotted}.", sources)
-        else:
-            tree[key] = loader.construct_object(value_node, deep=True)
-        if not is_section(tree[key]):
-            sources[dotted] = where
+        tree[key] = _construct(loader, value_node, path, f"{dotted}.", sources)
+        sources[dotted] = where
     return tree
 
 
@@ -95,20 +88,13 @@ def is_section(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
-def _describe(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"only {node.value!r}"
-
-
 def format_value(value: Any) -> str:
     """One line of YAML that reads back as the same value."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{format_value(k)}: {format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
-    if isinstance(value, str) and not (_PLAIN.match(value) and parse_value(value) == value):
-        return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()
-    if isinstance(value, float):
-        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return str(value)
+    if not isinstance(value, str):
+        return _WORDS.get(str(value), str(value))
+    plain = _PLAIN.match(value) and parse_value(value) == value
+    return value if plain else yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()

@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal.config.batch import accumulation
-from shoal.config.resolve import DEFAULT, source_of
+from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError
 from shoal.torch_private import compiled_graphs
 from shoal.transform.activation_checkpointing import num_recomputed

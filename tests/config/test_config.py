@@ -68,6 +68,13 @@ def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
     assert "circle" in refuse(tmp_path, "extends: other.yaml\n" + MINIMAL)
 
 
+def test_a_value_that_replaces_a_section_leaves_no_sources_behind(tmp_path: Path) -> None:
+    write(tmp_path, "training: {optimizer: {name: sgd, momentum: 0.5}}\n", "base.yaml")
+    run = load(tmp_path, "extends: base.yaml\n" + MINIMAL, "training.optimizer=adamw")
+    assert run.sources["training.optimizer"] == "command line"
+    assert "training.optimizer.momentum" not in run.sources
+
+
 def test_a_schedule_is_a_value_and_replaces_the_bases_whole(tmp_path: Path) -> None:
     write(tmp_path, "training: {gradient_accumulation: {0: 8, 5: 4}}\n", "base.yaml")
     run = load(tmp_path, "extends: base.yaml\n" + MINIMAL, "training.gradient_accumulation={0: 2}")
@@ -148,6 +155,7 @@ def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
             "recipe: bdh\ntraining: {max_steps: 5, lr: 0.1}\n",
             ["did you mean training.learning_rate or training.lr_scheduler?"],
         ),
+        (MINIMAL + "distributed: {tp: 2}\n", ["distributed.tp ", "did you mean distributed.mesh.tp?"]),
         (MINIMAL + "model: {n_layers: 2}\n", ["model.n_layers", "model.n_layer?"]),
         (MINIMAL + "lora: {rank: 2}\n", ["lora.rank", "bdh"]),
         (MINIMAL + "dataset: {num_worker: 2}\n", ["dataset.num_worker", "dataset.num_workers"]),

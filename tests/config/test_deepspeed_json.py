@@ -282,66 +282,79 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "another batch": (
         {"train_batch_size": 64},
         run(),
-        "64 contradicts the run: the run has batch_size 4 × gradient_accumulation 4 × 2 processes = 32",
+        "64 contradicts the run: batch_size 4 × gradient_accumulation 4 × 2 processes = 32; say auto",
     ),
-    "another micro-batch": ({"train_micro_batch_size_per_gpu": 8}, run(), "= 8 contradicts the run: the run has batch"),
+    "another micro-batch": ({"train_micro_batch_size_per_gpu": 8}, run(), "= 8 contradicts the run: batch_size 4"),
     "another accumulation": ({"gradient_accumulation_steps": 1}, run(), "gradient_accumulation 4 × 2 processes = 32"),
     "accumulation against a schedule": (
         {"gradient_accumulation_steps": 4},
         run(global_batch_size=None, gradient_accumulation={0: 4, 2: 2}),
         "4 contradicts the run: training.gradient_accumulation is a schedule, {0: 4, 2: 2}",
     ),
-    "another clipping": ({"gradient_clipping": 0.3}, run(), "0.3 contradicts the run: training.max_grad_norm is 1.0"),
-    "clipping where there is none": ({"gradient_clipping": 1.0}, run(max_grad_norm=None), "max_grad_norm is None"),
+    "another clipping": ({"gradient_clipping": 0.3}, run(), "0.3 contradicts training.max_grad_norm = 1.0"),
+    "clipping where there is none": (
+        {"gradient_clipping": 1.0},
+        run(max_grad_norm=None),
+        "training.max_grad_norm = None",
+    ),
     "fp16 against bf16": (
         {"fp16": {"enabled": True}},
         run(mixed_precision="bf16"),
-        "fp16.enabled = true contradicts the run: training.mixed_precision is bf16; set that to fp16",
+        "fp16.enabled = true contradicts training.mixed_precision = bf16; say auto, or make them agree",
     ),
-    "bf16 off against bf16": ({"bf16": {"enabled": False}}, run(mixed_precision="bf16"), "set that to fp32"),
+    "bf16 off against bf16": ({"bf16": {"enabled": False}}, run(mixed_precision="bf16"), "mixed_precision = bf16"),
     "another optimizer": (
         {"optimizer": {"type": "SGD", "params": {}}},
         run(),
-        'optimizer.type = "SGD" is sgd, which contradicts the run: training.optimizer is adamw',
+        'optimizer.type = "SGD" contradicts training.optimizer = adamw; shoal reads Adam as adamw',
     ),
-    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "it knows Adam, AdamW, SGD"),
+    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "SGD as sgd"),
     "a learning rate": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
         run(),
-        "optimizer.params.lr = 1e-05 contradicts the run: training.learning_rate is 0.0003",
+        "optimizer.params.lr = 1e-05 contradicts training.learning_rate = 0.0003",
     ),
     "Adam without the W": ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, run(), "not AdamW"),
-    "another schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, run(), "training.lr_scheduler is cosine"),
-    "a schedule nobody has": ({"scheduler": {"type": "OneCycle"}}, run(), "is not one that shoal has"),
+    "another schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, run(), "training.lr_scheduler = cosine"),
+    "a schedule nobody has": ({"scheduler": {"type": "OneCycle"}}, run(), "shoal reads WarmupLR as constant"),
     "another warmup": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}},
         run(warmup_steps=5),
-        "warmup_num_steps = 7 contradicts the run: the run warms up for 5 steps",
+        "warmup_num_steps = 7 contradicts the run's 5 warmup steps",
     ),
-    "stage 0": ({"zero_optimization": {"stage": 0}}, run(), "use distributed.strategy: ddp"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, run(), "use 1, 2 or 3, or distributed.strategy: ddp"),
+    "no stage": ({"zero_optimization": {}}, run(), "zero_optimization.stage = null is not a stage"),
     "no ZeRO at all": ({"zero_optimization": None}, run(), "zero_optimization = null should be an object"),
     "weights to the host at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         run(),
-        "stage 2 keeps all weights on every device; raise the stage",
+        "offload_param = cpu, but ZeRO stage 2 keeps all weights on every device; use stage: 3",
     ),
     "NVMe at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}},
         run(),
-        'offload_optimizer.device = "nvme" is for stage 3, and the stage is 2; use cpu',
+        "offload_optimizer = /local, but ZeRO stage 2 offloads to the host's memory alone; use cpu, or stage: 3",
     ),
     "NVMe, but where": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
         run(),
-        "needs nvme_path, a folder on a local disk",
+        'offload_param.device = "nvme" should be none, cpu, or nvme with nvme_path, a folder on a local disk',
     ),
     "GPUDirect Storage": ({"aio": {"use_gds": True}}, run(), "aio.use_gds = true needs GPUDirect Storage"),
-    "I/O that nobody knows": ({"aio": {"queue_deep": 8}}, run(), "did you mean aio.queue_depth?"),
-    "I/O in text": ({"aio": {"block_size": "big"}}, run(), 'aio.block_size = "big"'),
+    "I/O that nobody knows": (
+        {"aio": {"queue_deep": 8}},
+        run(),
+        "aio.queue_deep is not a key of DeepSpeed's that shoal knows; did you mean queue_depth?",
+    ),
+    "I/O in text": (
+        {"aio": {"block_size": "big"}},
+        run(),
+        "aio.block_size (ds.json: aio.block_size) = 'big': should be a valid integer",
+    ),
     "a slip of the pen": (
         {"zero_optimization": {"stage": 2, "overlap_com": True}},
         run(),
-        "did you mean zero_optimization.overlap_comm?",
+        "did you mean overlap_comm?",
     ),
     "another one": ({"gradient_cliping": 1.0}, run(), "did you mean gradient_clipping?"),
     "gradients in half": ({"communication_data_type": "fp16"}, run(), "would change the training"),
@@ -349,11 +362,15 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "text for a number": (
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
         run(),
-        'reduce_bucket_size = "big"',
+        "reduce_bucket_size (ds.json: zero_optimization.reduce_bucket_size) = 'big': should be a valid integer",
     ),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, run(), "amp.enabled = true would change the training"),
-    "fp16 by a number": ({"fp16": {"enabled": 1}}, run(), "fp16.enabled = 1 should be true, false or auto"),
-    "a slip in fp16": ({"fp16": {"enable": True}}, run(), "did you mean fp16.enabled?"),
+    "fp16 by a number": (
+        {"fp16": {"enabled": 1}},
+        run(),
+        "fp16.enabled = 1 contradicts training.mixed_precision = fp32",
+    ),
+    "a slip in fp16": ({"fp16": {"enable": True}}, run(), "did you mean enabled?"),
     "what fp16 does not have": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a key"),
     "what nobody has, as auto": ({"banana": AUTO}, run(), "banana is not a key"),
     "fp16 weights": (
@@ -371,20 +388,24 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "a decay to nothing": (
         {"scheduler": {"type": "WarmupDecayLR"}},
         run(lr_scheduler={"name": "linear", "min_ratio": 0.5}),
-        "is linear to 0, which contradicts the run: training.lr_scheduler is linear to 0.5",
+        "training.lr_scheduler = linear to 0.5; shoal reads WarmupLR as constant, WarmupDecayLR as linear to 0",
     ),
     "steps of a run of epochs": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}}},
         run(max_steps=None, num_epochs=2),
-        "total_num_steps = 1000 contradicts the run: it counts epochs, training.num_epochs is 2; say auto",
+        "total_num_steps = 1000 contradicts training.num_epochs = 2: the run counts epochs, not steps; say auto",
     ),
     "another way to warm up": (
         {"scheduler": {"params": {"warmup_type": "log"}}},
         run(warmup_steps=5),
-        'warmup_type = "log" contradicts the run: warmup is linear',
+        'warmup_type = "log" contradicts the run, whose warmup is linear',
     ),
     "ZeRO as the run has it": ({"zero_optimization": AUTO}, run(), 'zero_optimization = "auto" should be an object'),
-    "a stage by truth": ({"zero_optimization": {"stage": True}}, run(), "zero_optimization.stage = true is no stage"),
+    "a stage by truth": (
+        {"zero_optimization": {"stage": True}},
+        run(),
+        "zero_optimization.stage = true is not a stage",
+    ),
     "offload, yes": (
         {"zero_optimization": {"stage": 2, "cpu_offload": "yes"}},
         run(),
@@ -398,11 +419,11 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "recomputation by a number": (
         {"activation_checkpointing": {"cpu_checkpointing": 1}},
         run(),
-        "activation_checkpointing.cpu_checkpointing = 1 input should be a valid boolean",
+        "cpu_checkpointing (ds.json: activation_checkpointing.cpu_checkpointing) = 1: should be a valid boolean",
     ),
-    "clipping by no number": ({"gradient_clipping": math.nan}, run(), "NaN contradicts the run"),
-    "clipping by truth": ({"gradient_clipping": True}, run(), "= true contradicts the run"),
-    "clipping by an object": ({"gradient_clipping": {}}, run(), "= {} contradicts the run"),
+    "clipping by no number": ({"gradient_clipping": math.nan}, run(), "NaN contradicts training.max_grad_norm"),
+    "clipping by truth": ({"gradient_clipping": True}, run(), "= true contradicts training.max_grad_norm"),
+    "clipping by an object": ({"gradient_clipping": {}}, run(), "= {} contradicts training.max_grad_norm"),
     "compilation": ({"compile": {"deepcompile": True}}, run(), "compile.deepcompile = true would change the training"),
     "shards by tensor": ({"tensor_parallel": {"autotp_size": 4}}, run(), "tensor_parallel.autotp_size = 4 would"),
 }
@@ -414,7 +435,7 @@ def test_what_is_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         fit_json({"zero_optimization": ZERO_2, **told}, training, processes=2, where="ds.json")
     assert words in str(caught.value)
-    assert str(caught.value).startswith("ds.json: ")
+    assert "ds.json: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -422,18 +443,23 @@ def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
     told = {"zero_optimization": ZERO_2, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}}
     fitted = fit_json(told, run(warmup_steps=5), 2, "ds.json")
     assert fitted.idle == {
-        "scheduler.params.warmup_type": "warmup is linear; DeepSpeed's own default is log",
-        "scheduler.params.cos_min_ratio": ("training.lr_scheduler.min_ratio is 0.1; DeepSpeed's own default is 0.0001"),
+        "scheduler.params.warmup_type": (
+            "DeepSpeed's default, log, contradicts the run, whose warmup is linear; say auto, or make them agree"
+        ),
+        "scheduler.params.cos_min_ratio": (
+            "DeepSpeed's default, 0.0001, contradicts training.lr_scheduler.min_ratio = 0.1; say auto, or make them "
+            "agree"
+        ),
     }
 
 
 @pytest.mark.parametrize(
     ("told", "precision", "words"),
     [
-        ({"bf16": {"enabled": True}}, "fp32", "contradicts the strategy: mixed_precision is fp32; set that to bf16"),
-        ({"fp16": {"enabled": True}}, "bf16", "contradicts the strategy: mixed_precision is bf16; set that to fp16"),
-        ({"bf16": {"enabled": False}}, "bf16", "set that to fp32"),
-        ({"train_batch_size": 8}, "fp32", "in a loop of your own leave it out, or say auto"),
+        ({"bf16": {"enabled": True}}, "fp32", "bf16.enabled = true contradicts mixed_precision = fp32"),
+        ({"fp16": {"enabled": True}}, "bf16", "fp16.enabled = true contradicts mixed_precision = bf16"),
+        ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled = false contradicts mixed_precision = bf16"),
+        ({"train_batch_size": 8}, "fp32", "is for `shoal train`; in a loop of your own leave it out"),
         ({"optimizer": {"params": [1]}}, "fp32", "optimizer.params = [1] should be an object"),
         ({"optimizer": {"kind": "AdamW"}}, "fp32", "optimizer.kind is not a key"),
     ],
@@ -451,22 +477,22 @@ def test_a_json_in_python() -> None:
     for config in (path, str(path), json.loads(path.read_text())):
         strategy = DeepSpeedStrategy(device="cpu", config=config)
         assert strategy.stage == 3
-        assert "your own loop has that" == strategy.idle["optimizer.type"] == strategy.idle["scheduler.type"]
+        assert "your own loop decides it" == strategy.idle["optimizer.type"] == strategy.idle["scheduler.type"]
         assert "optimizer.params.lr" not in strategy.idle
     half = {"zero_optimization": ZERO_2, "bf16": {"enabled": True}}
     assert DeepSpeedStrategy(device="cpu", config=half, mixed_precision="bf16").precision == "bf16"
-    with pytest.raises(UserError, match="mixed_precision is fp32; set that to bf16"):
+    with pytest.raises(UserError, match=r"bf16.enabled = true contradicts mixed_precision = fp32"):
         DeepSpeedStrategy(device="cpu", config=half)
 
 
 def test_without_zero_it_is_another_strategy() -> None:
     with pytest.raises(
-        UserError, match=r"ds.json has no zero_optimization; without ZeRO use distributed.strategy: ddp"
+        UserError, match=r"ds.json: zero_optimization = null should be an object with a stage; without ZeRO use"
     ):
         fit_json({}, run(), 2, "ds.json")
 
 
-TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "no valid JSON: stage is given twice, as 2 and as 3")
+TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "no valid JSON: stage is given 2 times, as 2 and as 3")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.config.resolve import check_run, load_run
+from shoal.config.run import check_run, load_run
 from shoal.errors import UserError
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.training import train

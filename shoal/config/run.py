@@ -1,0 +1,127 @@
+"""A run: what a file, its bases and the overrides say, checked, with where every value came from."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from shoal.config.mesh import check_cut
+from shoal.config.overrides import read_with_overrides
+from shoal.config.schema import Config, LoaderConfig
+from shoal.config.validation import fields_of, named, refuse_unknown, validate
+from shoal.config.yaml import Sources, Tree, format_value, is_section
+from shoal.errors import UserError
+
+RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe"}
+RECIPE_SECTIONS = ("model", "lora", "dataset")
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration: shoal's own sections, the recipe's, and where each value came from."""
+
+    config: Config
+    recipe_type: type[Any]
+    recipe_config: Any
+    sources: Sources
+
+    def tree(self) -> Tree:
+        """The whole run as plain data, in the order a person reads it; sections the recipe owns merged in."""
+        core = self.config.model_dump()
+        core["experiment"]["output_dir"] = self.config.output_dir
+        own = TypeAdapter(type(self.recipe_config)).dump_python(self.recipe_config)
+        sections = {name: {**(own.get(name) or {}), **core.pop(name, {})} for name in RECIPE_SECTIONS}
+        first = {name: core.pop(name) for name in ("experiment", "recipe")}
+        return {**first, **{name: section for name, section in sections.items() if section}, **core}
+
+    def to_yaml(self, derived: Mapping[str, Any] | None = None) -> str:
+        """The resolved file: every value with its source. It loads again as the same run.
+
+        Derived values are comments: writing them as values would turn a later override of one factor
+        into a contradiction.
+        """
+        rows = [*_rows(self.tree(), self.sources, derived or {})]
+        width = min(60, max(len(left) for left, _ in rows))
+        return "".join(f"{left:<{width}}  # {note}\n" if note else f"{left}\n" for left, note in rows)
+
+
+def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The lines of a resolved file, each with its comment."""
+    indent = "  " * prefix.count(".")
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if is_section(value) and value:
+            yield f"{indent}{key}:", ""
+            yield from _rows(value, sources, derived, f"{dotted}.")
+        elif dotted in derived and value is None:
+            yield f"{indent}# {key}: {format_value(derived[dotted])}", "derived"
+        else:
+            yield f"{indent}{key}: {format_value(value)}", source_of(dotted, sources)
+
+
+def source_of(dotted: str, sources: Sources) -> str:
+    """Who set a key. `optimizer: sgd` is what sets optimizer.name."""
+    return sources.get(dotted) or sources.get(dotted.removesuffix(".name")) or DEFAULT
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Reads, merges and checks a run; every mistake is a UserError of one line."""
+    tree, sources = read_with_overrides(Path(path), overrides)
+    return check_run(tree, sources, import_from=Path(path).parent)
+
+
+def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None) -> Run:
+    sources = sources or {}
+    recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
+    own = fields_of(recipe_type.Config) or {}
+    sections: dict[str, Any] = {name: fields_of(own.get(name, {}), tree.get(name)) for name in RECIPE_SECTIONS}
+    if sections["dataset"] is not None:
+        sections["dataset"] = {**LoaderConfig.model_fields, **sections["dataset"]}
+    refuse_unknown(tree, {**(fields_of(Config) or {}), **sections}, sources, f"recipe {tree['recipe']!r}")
+
+    dataset = tree.get("dataset", {})
+    loader = {key: value for key, value in dataset.items() if key in LoaderConfig.model_fields}
+    others = {key: value for key, value in dataset.items() if key not in LoaderConfig.model_fields}
+    core = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
+    config = validate(Config, {**core, "dataset": loader}, sources)
+    given = {key: value for key, value in {**tree, "dataset": others}.items() if key in own}
+    recipe_config = validate(recipe_type.Config, given, sources)
+    if config.distributed.strategy == "3d" and config.distributed.mesh is not None:
+        check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
+    return Run(config, recipe_type, recipe_config, sources)
+
+
+def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
+    """The class behind `recipe: NAME` or `recipe: module:Class`, also from the current or the config's folder."""
+    where = f"{named('recipe', sources)} = {name!r}"
+    choices = f"one of {', '.join(RECIPES)}, or your own as package.module:Class"
+    if name is None:
+        raise UserError(f"recipe is missing: say what to train, {choices}")
+    if not isinstance(name, str) or (name not in RECIPES and name.count(":") != 1):
+        raise UserError(f"{where} is not {choices}{_did_you_mean(str(name), RECIPES)}")
+    module_name, class_name = RECIPES.get(name, name).split(":")
+    sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module_name, module_name.split(".")[0]):
+            raise
+        raise UserError(
+            f"{where}: no module {error.name!r} in the config's folder, {Path.cwd()} or the Python path"
+        ) from None
+    if not hasattr(module, class_name):
+        raise UserError(f"{where}: {module_name} has no {class_name!r}{_did_you_mean(class_name, dir(module))}")
+    recipe_type: type[Any] = getattr(module, class_name)
+    return recipe_type
+
+
+def _did_you_mean(name: str, choices: Iterable[str]) -> str:
+    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, choices, n=1))

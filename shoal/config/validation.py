@@ -1,0 +1,92 @@
+"""Validates a tree against pydantic models or dataclasses; every mistake is one line with the key and its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from shoal.config.yaml import Sources, Tree
+from shoal.errors import UserError
+
+
+def validate(model: Any, tree: Tree, sources: Sources) -> Any:
+    """Returns the model that a tree describes; raises a UserError about the first thing that is wrong."""
+    try:
+        return TypeAdapter(model).validate_python(tree)
+    except ValidationError as error:
+        first, *more = error.errors()
+        raise UserError(_explain(first, tree, sources) + (f" (and {len(more)} more)" if more else "")) from None
+
+
+def _explain(error: Any, tree: Tree, sources: Sources) -> str:
+    keys: list[str] = []
+    value: Any = tree
+    for part in error["loc"]:
+        with suppress(LookupError, TypeError):  # the location also has union tags, which the tree does not have
+            value = value[part]
+            keys.append(str(part))
+    if error["type"] == "missing":
+        return f"{named('.'.join([*keys, str(error['loc'][-1])]), sources)} is missing"
+    name, message = named(".".join(keys), sources), error["msg"]
+    if error["type"] == "union_tag_invalid":
+        return f"{name} = {error['ctx']['tag']!r} is not one of {error['ctx']['expected_tags']}"
+    for prefix in ("Value error, ", "Assertion failed, ", "Input "):
+        message = message.removeprefix(prefix)
+    shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r}"
+    return f"{name}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def named(dotted: str, sources: Sources) -> str:
+    """Returns a key with where it was set, for messages."""
+    return f"{dotted} ({sources[dotted]})" if dotted in sources else dotted
+
+
+def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:
+    """Returns the annotations of a section's keys: of a pydantic model or a dataclass. None for anything else.
+
+    In a union of several it is the one whose `name` the value has. A mapping is returned as it is.
+    """
+    if isinstance(annotation, Mapping):
+        return annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {name: field.annotation for name, field in annotation.model_fields.items()}
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return get_type_hints(annotation)
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated) else ()
+    sections = [fields for member in members if (fields := fields_of(member, value)) is not None]
+    if len(sections) > 1 and isinstance(value, dict):
+        sections = [fields for fields in sections if value.get("name") in get_args(fields.get("name"))]
+    return sections[0] if len(sections) == 1 else None
+
+
+def refuse_unknown(tree: Tree, fields: Mapping[str, Any], sources: Sources, owner: str, prefix: str = "") -> None:
+    """Refuses unknown keys at any depth, with the key that was probably meant.
+
+    pydantic's own `extra="forbid"` suggests nothing and does not reach into a user's plain models.
+    """
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if key not in fields:
+            meant = " or ".join(f"{prefix}{name}" for name in _meant_by(str(key), fields))
+            hint = f"did you mean {meant}?" if meant else f"{owner} has {', '.join(fields) or 'no such section'}"
+            raise UserError(f"{named(dotted, sources)} is not a key; {hint}")
+        inner = fields_of(fields[key], value)
+        if inner is not None and isinstance(value, dict):
+            refuse_unknown(value, inner, sources, f"section {dotted}" if inner else owner, f"{dotted}.")
+        elif inner is not None and not prefix:
+            raise UserError(f"{named(dotted, sources)} = {value!r} should be a section of `key: value` lines")
+
+
+def _meant_by(key: str, fields: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the same key one section deeper, or keys that this one is short for, by their first words (`dp`) or
+    initials (`lr`), or the nearest key."""
+    deeper = [f"{name}.{key}" for name, annotation in fields.items() if key in (fields_of(annotation) or {})]
+    initials = {name: "".join(word[0] for word in name.split("_") if word) for name in fields}
+    short_for = [name for name in fields if len(key) > 1 and (name.startswith(f"{key}_") or initials[name] == key)]
+    return deeper or short_for or get_close_matches(key, fields, n=1, cutoff=0.5)
