@@ -1,7 +1,7 @@
 """Plain functions for scripts that come from plain PyTorch; docs/plain_pytorch.md says which replaces what.
 
-They are thin over a strategy, which `setup_distributed` makes and returns. A new script is better off with the
-strategy itself: `with DDPStrategy() as strategy:`.
+They are thin over a strategy and a loop, one of each per process. A new script is better off with those themselves:
+`with DDPStrategy() as strategy: loop = Loop(strategy)`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import nn
-from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
+from shoal.config.schema import DDPConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.processes.detect import detect
-from shoal.processes.world import World
 from shoal.seeding import mix
-from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, Loop
+from shoal.strategies.contract import Builder
 
 __all__ = [
     "auto_resume",
@@ -46,36 +46,36 @@ __all__ = [
 
 _options: dict[str, Any] = {}
 _strategy: DistributedStrategy | None = None  # one for the process, like torch's own default process group
+_loop: Loop | None = None
 
 
-def setup_distributed(**options: Any) -> DDPStrategy:
-    """Joins the processes torchrun started, or stays alone; takes the options of DDPStrategy, such as device."""
+def setup_distributed(**options: Any) -> DistributedStrategy:
+    """Joins the processes that torchrun started, or stays alone; takes the options of DDPStrategy, such as device."""
     global _strategy, _options
     if _strategy is not None:
         raise UserError("setup_distributed was called before; call cleanup_distributed() first")
-    options["world"] = options.get("world") or detect()
-    strategy = DDPStrategy(**options)
-    strategy.setup()
-    _strategy, _options = strategy, options
-    return strategy
+    _strategy = DDPStrategy(**options)
+    _strategy.setup()
+    _options = options
+    return _strategy
 
 
 def cleanup_distributed() -> None:
     """Leaves the process group; does nothing where there is none."""
-    global _strategy
+    global _strategy, _loop
     if _strategy is not None:
         _strategy.teardown()
-        _strategy = None
+        _strategy = _loop = None
 
 
 def get_rank() -> int:
     """This process's number among all, from 0; 0 where there is one."""
-    return dist.get_rank() if dist.is_initialized() else _world().rank
+    return dist.get_rank() if dist.is_initialized() else detect().rank
 
 
 def get_world_size() -> int:
     """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else _world().size
+    return dist.get_world_size() if dist.is_initialized() else detect().size
 
 
 def is_main_process() -> bool:
@@ -83,24 +83,28 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def wrap_model_ddp(model: nn.Module, **options: Any) -> nn.Module:
-    """The model on its device, in DistributedDataParallel if there are several processes; DDPStrategy's options."""
-    return _go_over_to(DDPStrategy, options).wrap_model(model)
+def wrap_model_ddp(model: nn.Module, *builders: Builder, **options: Any) -> Any:
+    """Puts the model on its device, and in DistributedDataParallel if there are several processes.
+
+    Returns (module, optimizer) with one function that builds an optimizer, or more; the module alone without any. The
+    options are DDPStrategy's.
+    """
+    return _wrap(DDPStrategy, DDPConfig, model, builders, options)
 
 
-def wrap_model_fsdp(model: nn.Module, **options: Any) -> nn.Module:
-    """The model sharded by fully_shard; FSDPStrategy's options. Build the optimizer after it, not before."""
-    return _go_over_to(FSDPStrategy, options).wrap_model(model)
+def wrap_model_fsdp(model: nn.Module, *builders: Builder, **options: Any) -> Any:
+    """Shards the model by fully_shard; otherwise as `wrap_model_ddp`, with FSDPStrategy's options."""
+    return _wrap(FSDPStrategy, FSDPConfig, model, builders, options)
 
 
-def save_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer, **state: Any) -> None:
-    """Writes a checkpoint that opens on any number of processes; every rank calls it, and `state` is JSON."""
-    _running().save_checkpoint(path, model, optimizer, **state)
+def save_checkpoint_distributed(path: str | Path, **state: Any) -> None:
+    """Writes the wrapped model and its optimizers into a folder that opens on any number of processes."""
+    _running_loop().save(path, **state)
 
 
-def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Puts a checkpoint into model and optimizer and returns the `state` it was saved with; every rank calls it."""
-    return _running().load_checkpoint(path, model, optimizer)
+def load_checkpoint_distributed(path: str | Path, weights_only: bool = False) -> dict[str, Any]:
+    """Puts a checkpoint into the wrapped model and its optimizers, and returns the `state` it was saved with."""
+    return _running_loop().load(path, weights_only)
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
@@ -108,18 +112,16 @@ def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     return CheckpointManager(output_dir).folder / f"step_{step:08d}"
 
 
-def auto_resume(
-    output_dir: str | Path, model: nn.Module, optimizer: Optimizer, strategy: DistributedStrategy | None = None
-) -> dict[str, Any]:
+def auto_resume(output_dir: str | Path, loop: Loop | None = None) -> dict[str, Any]:
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
-    strategy = strategy or _running()
+    loop = loop or _running_loop()
     damages: list[str] = []
     for path in reversed(CheckpointManager(output_dir).steps()):
         try:
-            return strategy.load_checkpoint(path, model, optimizer)
+            return loop.load(path)
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
-            if strategy.is_main_process:
+            if loop.strategy.is_main_process:
                 print(f"checkpoint {path.name} is damaged and passed over: {damage}", file=sys.stderr)
     if damages:
         raise UserError(
@@ -145,22 +147,27 @@ def seed_everything(seed: int, *place: int | str) -> int:
     return seed
 
 
-def _go_over_to(kind: type[DistributedStrategy], options: dict[str, Any]) -> DistributedStrategy:
-    """Another strategy in the process group that is there."""
-    global _strategy
-    _running()
-    common = signature(DistributedStrategy.__init__).parameters  # those of setup_distributed's that any kind takes
-    kept = {name: value for name, value in _options.items() if name in common or kind is DDPStrategy}
-    _strategy = kind(**kept | options)
-    _strategy.setup()
-    return _strategy
-
-
-def _world() -> World:
-    return detect() if _strategy is None else _strategy.world
-
-
-def _running() -> DistributedStrategy:
+def _wrap(
+    preset: Callable[..., DistributedStrategy],
+    section: type[BaseModel],
+    model: nn.Module,
+    builders: tuple[Builder, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Wraps the model by another strategy in the process group that is there, with the options of setup_distributed."""
+    global _strategy, _loop
     if _strategy is None:
         raise UserError("call shoal.distributed.setup_distributed() first")
-    return _strategy
+    ddp_alone = DDPConfig.model_fields.keys() - section.model_fields.keys()
+    kept = {name: value for name, value in _options.items() if name not in ddp_alone}
+    _strategy = preset(**kept | options)
+    _strategy.setup()
+    _loop = Loop(_strategy)
+    wrapped = _loop.wrap(model, *builders)
+    return wrapped if builders else wrapped[0]
+
+
+def _running_loop() -> Loop:
+    if _loop is None:
+        raise UserError("call wrap_model_ddp or wrap_model_fsdp first, with a function that builds the optimizer")
+    return _loop

@@ -28,7 +28,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     from shoal.launch.worker import among_others
     from shoal.processes.detect import detect, detect_attempt
     from shoal.training import train as train_run
-    from shoal.training.resume import check_start
+    from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
     run = load_run(config, overrides or ())

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.strategies import DistributedStrategy, Objective
+from shoal.strategies import DistributedStrategy
 from shoal.tensors import local_part
-from shoal.types import MicroBatch
+from shoal.types import MicroBatch, Objective
 
 
 def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, recipe: Objective) -> str:

@@ -39,8 +39,8 @@ class Session:
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
         strategy = self.strategy
-        place = {"seed": self.seed, "data_rank": strategy.data_rank, "data_size": strategy.data_size}
-        return Loader(data, self.recipe.collate, batches, **place, **options)
+        options |= {"seed": self.seed, "data_rank": strategy.data_rank, "data_size": strategy.data_size}
+        return Loader(data, self.recipe.collate, batches, **options)
 
     def state(self) -> TrainState:
         return self.strategy.state(self.model, self.optimizer)

@@ -11,11 +11,21 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from shoal.config import Run
+from shoal.config.layout import Layout
+from shoal.processes.detect import detect
+from shoal.processes.world import World
 from shoal.recipes import Recipe
-from shoal.strategies import DDPStrategy, DistributedStrategy, ddp
+from shoal.strategies import DDPStrategy, DistributedStrategy
+from shoal.strategies.contract import Engaged
+from shoal.strategies.engines import ddp
+from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.native import NativeStrategy, Placed
+from shoal.tensors import local_part, replace_parameters
 from shoal.types import StepInfo
 from shoal.verify import trace as trace_module
 from shoal.verify.trace import Trace, trace
+from shoal.weights.materialise import materialise
 
 
 class Block(nn.Module):
@@ -74,29 +84,26 @@ class Normed(Ragged):
         )
 
 
-class GatherEverything(DistributedStrategy):
-    """Sharded the wrong way: every rank holds a part, gathers all of it, and computes all of the batch."""
+class GatherEverything(NativeStrategy):
+    """Shards the wrong way: every rank holds a part, gathers all of it, and computes all of the batch."""
 
-    name = "gather everything"
-
-    def mesh_sizes(self) -> dict[str, int]:
-        return {"tp": self.world.size}
-
-    def wrap(self, model: nn.Module, plan: Any) -> nn.Module:
+    def _place_model(self, model: nn.Module, builders: Any, plan: Any, weights: Any, *rest: Any) -> Any:
         assert self.mesh is not None
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(
-                        distribute_tensor(parameter.data, self.mesh["tp"], [Shard(0)])
-                    )
+        mesh = self.mesh["tp"]
+        materialise(model, self.device, self._seed, weights)
+        replace_parameters(model, lambda p: nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
 
-        class Engine(nn.Module):
+        class Gathering(nn.Module):
             def forward(self, **inputs: Any) -> Any:
                 whole = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[operator]
                 return functional_call(model, whole, kwargs=inputs)
 
-        return Engine()
+        engine = PlainEngine(self.layout, self.device, self.mesh, "sum")
+        engine.wrap(Gathering())
+        self._placed = Placed(engine, None, None, None)
+        self._executor = InTurn(engine, Surroundings(self.device, "fp32", 0, (0,), None))
+        self.engaged = Engaged(parameter_bytes=sum(local_part(p).nbytes for p in model.parameters()))
+        return [build(model) for build in builders]
 
     def step(self, optimizer: Any, max_norm: float | None = None) -> StepInfo:
         optimizer.zero_grad()
@@ -104,6 +111,18 @@ class GatherEverything(DistributedStrategy):
 
     def load_state(self, *args: Any) -> None:
         pass
+
+
+def _gather_everything(config: Any, world: World | None = None) -> NativeStrategy:
+    world = world or detect()
+    sides = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": world.size}
+    return GatherEverything(Layout("gather everything", "plain", sides), world, device="cpu")
+
+
+def _wrong_rank(config: Any, world: World | None = None) -> DistributedStrategy:
+    strategy = DDPStrategy(device="cpu")
+    strategy.data_rank = 0
+    return strategy
 
 
 def _first_alone(self: DistributedStrategy, values: Any, micro_batches: Any) -> Tensor:
@@ -116,20 +135,12 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-class _WrongRank(DDPStrategy):
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.data_rank = 0
-
-
 def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _first_alone),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
-        "wrong rank's data": lambda: patch.object(trace_module, "from_config", lambda config: _WrongRank(device="cpu")),
-        "gathers everything": lambda: patch.object(
-            trace_module, "from_config", lambda config: GatherEverything(device="cpu")
-        ),
+        "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
+        "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():
         return trace(run, steps, shared)
