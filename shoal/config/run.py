@@ -94,7 +94,7 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     config = validate(Config, {**core, "dataset": loader}, sources)
     given = {key: value for key, value in {**tree, "dataset": others}.items() if key in own}
     recipe_config = validate(recipe_type.Config, given, sources)
-    if config.distributed.strategy == "3d" and config.distributed.mesh is not None:
+    if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
 

@@ -361,18 +361,21 @@ class PipelineConfig(Section):
 
 
 class DistributedConfig(Section):
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed", "3d"] = "auto"
-    """`auto` is `single` for one process and `ddp` for several; `3d` is any product that `mesh` says."""
+    strategy: Annotated[
+        Literal["auto", "single", "ddp", "fsdp", "deepspeed", "mesh"],
+        BeforeValidator(lambda name: "mesh" if name == "3d" else name),  # the name of `mesh` in older configs
+    ] = "auto"
+    """`auto` is `single` for one process and `ddp` for several; `mesh` is any product that the section `mesh` says."""
     mesh: MeshConfig | None = None
-    """For `3d`, and for `fsdp`'s HYBRID_SHARD: replicas × shards."""
+    """For `mesh`, and for `fsdp`'s HYBRID_SHARD: replicas × shards."""
     ddp: DDPConfig = DDPConfig()
     """The options of torch's DistributedDataParallel."""
     fsdp: FSDPConfig = FSDPConfig()
     """The options of torch's fully_shard, by the names that FSDP gave them."""
     tensor: TensorConfig = TensorConfig()
-    """How `3d` is tensor parallel."""
+    """How `mesh` is tensor parallel."""
     pipeline: PipelineConfig = PipelineConfig()
-    """How `3d` is a pipeline."""
+    """How `mesh` is a pipeline."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """The options of DeepSpeed's ZeRO, by the names that it gave them."""
     zero_stage: Stage = None

@@ -45,14 +45,14 @@ def from_config(config: Config) -> DistributedStrategy:
         name = "ddp" if World.from_environment().size > 1 else "single"
     if name == "single":
         return SingleStrategy(**common)
-    if name in ("fsdp", "3d"):
+    if name in ("fsdp", "mesh"):
         mesh = distributed.mesh.model_dump() if distributed.mesh else None
         always_so = {"backward_prefetch", "limit_all_gathers"}
         options = distributed.fsdp.model_dump(exclude=always_so)
         if name == "fsdp":
             return FSDPStrategy(**common, mesh=mesh, **options)
         if mesh is None:
-            raise UserError("distributed.strategy = 3d needs distributed.mesh, such as {pp: 2, dp_shard: -1, tp: 2}")
+            raise UserError("distributed.strategy = mesh needs distributed.mesh, such as {pp: 2, dp_shard: -1, tp: 2}")
         tensor, schedule = distributed.tensor.model_dump(), distributed.pipeline.schedule
         return MeshStrategy(**common, mesh=mesh, schedule=schedule, **tensor, **options)
     if name == "deepspeed":

@@ -126,7 +126,7 @@ class FSDPStrategy(DistributedStrategy):
         for side in ("pp", "cp", "tp"):
             if given.pop(side, 1) != 1:
                 raise UserError(
-                    f"distributed.mesh.{side} = {(self._wanted_mesh or {})[side]} is not for strategy fsdp; use 3d"
+                    f"distributed.mesh.{side} = {(self._wanted_mesh or {})[side]} is not for strategy fsdp; use mesh"
                 )
         if self.sharding_strategy == "HYBRID_SHARD":
             if not given:  # as FSDP has always meant it: shards within a machine, replicas over machines

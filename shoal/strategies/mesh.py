@@ -29,7 +29,7 @@ class MeshStrategy(FSDPStrategy):
     """Tensor parallelism inside, then parts of a sequence, then fully_shard over the data-parallel sides, and stages
     outermost, as the mesh says; a side of length 1 costs nothing."""
 
-    name = "3d"
+    name = "mesh"
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class MeshStrategy(FSDPStrategy):
     ):
         if sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
             raise UserError(
-                f"distributed.fsdp.sharding_strategy = {sharding_strategy}, but under 3d the mesh says who shards and "
-                "who replicates; set dp_replicate and dp_shard, and leave it out"
+                f"distributed.fsdp.sharding_strategy = {sharding_strategy}, but under strategy mesh the mesh says who "
+                "shards and who replicates; set dp_replicate and dp_shard, and leave it out"
             )
         self.sequence_parallel, self.schedule = sequence_parallel, schedule
         super().__init__(mesh=mesh, sharding_strategy=sharding_strategy, **options)
@@ -92,7 +92,7 @@ class MeshStrategy(FSDPStrategy):
         self.data_groups = [self.weights_mesh.get_group(name) for name in sides]
 
     def about(self) -> str:
-        about = f"3d, {say_mesh(self.sizes)}"
+        about = f"mesh, {say_mesh(self.sizes)}"
         if self.pipeline is not None:
             about += f"; {self.pipeline.num_stages} stages, {self.schedule}"
         if self.tensor is not None:
@@ -258,6 +258,6 @@ class MeshStrategy(FSDPStrategy):
 def ThreeDParallelism(
     data_parallel_size: int = -1, pipeline_parallel_size: int = 1, tensor_parallel_size: int = 1, **options: Any
 ) -> MeshStrategy:
-    """`3d` by the three sizes that people know it by; data parallelism shards, as FSDP does."""
+    """3D parallelism: `mesh` by the three sizes that people know it by; data parallelism shards, as FSDP does."""
     mesh = {"pp": pipeline_parallel_size, "dp_shard": data_parallel_size, "tp": tensor_parallel_size}
     return MeshStrategy(mesh=mesh, **options)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "ddp": ("ddp",),
-    "fsdp": ("fsdp", "3d"),
-    "mesh": ("fsdp", "3d"),
-    "tensor": ("3d",),
-    "pipeline": ("3d",),
+    "fsdp": ("fsdp", "mesh"),
+    "mesh": ("fsdp", "mesh"),
+    "tensor": ("mesh",),
+    "pipeline": ("mesh",),
     "deepspeed": ("deepspeed",),
     "zero_stage": ("deepspeed",),
     "offload": ("deepspeed",),
