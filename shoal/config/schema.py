@@ -102,7 +102,7 @@ class WarmupStableDecay(Section):
     min_ratio: Fraction = 0.0
 
 
-class CheckpointingConfig(Section):
+class ActivationCheckpointingConfig(Section):
     mode: Literal["none", "full", "selective"] = "none"
     """`full` keeps only what goes into a block; `selective` also attention and every second matrix product."""
     every: Positive = 1
@@ -136,7 +136,9 @@ class TrainingConfig(Section):
     """Let fp32 matrix products on a CUDA device use TF32."""
     compile: bool = False
     """torch.compile, block by block."""
-    activation_checkpointing: Annotated[CheckpointingConfig, _short_for("mode")] = CheckpointingConfig()
+    activation_checkpointing: Annotated[ActivationCheckpointingConfig, _short_for("mode")] = (
+        ActivationCheckpointingConfig()
+    )
     """Recompute in the backward instead of keeping: `none`, `full`, `selective`, or a section."""
     loss_chunks: Positive = 1
     """Make logits of this many parts of a batch in turn and never of all of it, for large vocabularies."""

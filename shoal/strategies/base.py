@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.init_from import about_names
 from shoal.checkpoint.manager import check_same_model
 from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
-from shoal.config.schema import CheckpointingConfig
+from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
 from shoal.seeding import SampleRng, mix
 from shoal.strategies.ranks import Ranks
@@ -43,7 +43,7 @@ from shoal.weights.by_name import DRAWN, materialise
 class Objective(Protocol):
     """What a strategy needs of a recipe."""
 
-    def prepare(self, batch: Any, rng: SampleRng) -> Any: ...
+    def prepare_batch(self, batch: Any, rng: SampleRng) -> Any: ...
     def inputs(self, batch: Any) -> dict[str, Any]: ...
     def count(self, batch: Any) -> Tensor | int: ...
     def loss(self, output: Any, batch: Any) -> Tensor: ...
@@ -77,7 +77,7 @@ class DistributedStrategy(Ranks):
         mixed_precision: str = "fp32",
         tf32: bool = False,
         compile: bool = False,
-        activation_checkpointing: CheckpointingConfig | str = "none",
+        activation_checkpointing: ActivationCheckpointingConfig | str = "none",
         loss_chunks: int = 1,
         seed: int = 0,
         deterministic: bool = False,
@@ -87,7 +87,7 @@ class DistributedStrategy(Ranks):
         super().__init__(device, backend, timeout, tf32, deterministic)
         self.precision, self.compile, self.seed = mixed_precision, compile, seed
         if isinstance(activation_checkpointing, str):
-            activation_checkpointing = CheckpointingConfig(mode=activation_checkpointing)  # type: ignore[arg-type]
+            activation_checkpointing = ActivationCheckpointingConfig(mode=activation_checkpointing)  # type: ignore[arg-type]
         self.activation_checkpointing, self.loss_chunks = activation_checkpointing, loss_chunks
         self.compiled_modules = self.float8_layers = 0
         self.checkpointed_modules: list[str] = []
@@ -360,7 +360,9 @@ class DistributedStrategy(Ranks):
 
     def ready(self, micro: MicroBatch, recipe: Objective) -> Any:
         """A micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
-        return recipe.prepare(self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device))
+        return recipe.prepare_batch(
+            self.to_device(micro.data), SampleRng(self.seed, micro.epochs, micro.ids, self.device)
+        )
 
     def _refuse_loss_scale(self) -> None:
         if self.loss_scale:

@@ -26,7 +26,7 @@ from shoal.errors import UserError
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
-    from shoal.config.schema import CheckpointingConfig
+    from shoal.config.schema import ActivationCheckpointingConfig
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -34,7 +34,9 @@ _KEY = "training.activation_checkpointing"
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 
 
-def apply_activation_checkpointing(model: nn.Module, plan: ParallelPlan, config: CheckpointingConfig) -> list[str]:
+def apply_activation_checkpointing(
+    model: nn.Module, plan: ParallelPlan, config: ActivationCheckpointingConfig
+) -> list[str]:
     """Makes every n-th block, or module of the given classes, recompute itself. Returns the names of those that do."""
     if config.mode == "none":
         return []
