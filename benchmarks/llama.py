@@ -42,8 +42,8 @@ ABOUT = (
     "eighth of every layer and one of `pp 4` a quarter of the layers, so tokens/s are those that its group computes."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
-TP_FSDP = {"strategy": "3d", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
-PP_FSDP = {"strategy": "3d", "mesh": {"pp": 4, "dp_shard": 8}, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
+TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
+PP_FSDP = {"strategy": "mesh", "mesh": {"pp": 4, "dp_shard": 8}, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
 EIGHT_BILLION = {**CHUNKED, "mixed_precision": "pure_bf16", "activation_checkpointing": "full"}
 
 # name → (ranks in the world, keys of `distributed`, keys of `training`)

@@ -30,7 +30,7 @@ def mix(*parts: int | str) -> int:
 
 
 class SampleRng:
-    """Per-sample randomness for `Recipe.prepare`: row i of every draw depends only on sample i.
+    """Per-sample randomness for `Recipe.prepare_batch`: row i of every draw depends only on sample i.
 
     Drawn on the CPU, so that a sample gets the same numbers whatever device trains on it.
     """

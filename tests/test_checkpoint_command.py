@@ -252,7 +252,7 @@ def test_diff_across_layouts(toy: ToyRun, pool2: Pool, shoal: Command) -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ({"strategy": "3d", "world_size": 8, "mesh": {"tp": 2, "pp": 4}}, "3d on 8: pp 4 × tp 2"),
+        ({"strategy": "mesh", "world_size": 8, "mesh": {"tp": 2, "pp": 4}}, "mesh on 8: pp 4 × tp 2"),
         ({"strategy": "deepspeed", "world_size": 2, "mesh": {"dp_shard": 2}, "zero_stage": 3}, "on 2: ZeRO-3, dp_s"),
         ({"strategy": "3d", "mesh": {"tp": "2", "pp": [1]}}, "3d on ?"),
         ({"mesh": 7}, "unknown on ?"),

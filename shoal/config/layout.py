@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shoal.config.deepspeed_json import fit_file, idle_keys
 from shoal.config.mesh import DIMENSIONS, fill_mesh, say_mesh
 from shoal.config.schema import (
-    CheckpointingConfig,
+    ActivationCheckpointingConfig,
     DDPConfig,
     DeepSpeedConfig,
     DistributedConfig,
@@ -56,7 +56,7 @@ class Layout:
     tf32: bool = False
     deterministic: bool = False
     compile: bool = False
-    activation_checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     loss_chunks: int = 1
     not_in_force: Mapping[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect in this layout, each with the reason."""

@@ -86,7 +86,7 @@ def check_layout(config: Config, recipe: Any, processes: int) -> int:
     distributed = config.distributed
     if distributed.strategy == "deepspeed" and distributed.deepspeed.config_file is not None:
         fit_file(distributed.deepspeed.config_file, config.training, processes)
-    if distributed.strategy != "3d" or distributed.mesh is None:
+    if distributed.strategy != "mesh" or distributed.mesh is None:
         return processes
     sizes = fill_mesh(distributed.mesh.model_dump(), processes)
     check_cut(recipe, distributed, sizes)

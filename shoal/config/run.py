@@ -92,9 +92,9 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     others = {key: value for key, value in dataset.items() if key not in LoaderConfig.model_fields}
     core = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
     config = validate(Config, {**core, "dataset": loader}, sources)
-    given = {key: value for key, value in {**tree, "dataset": others}.items() if key in own}
+    given = {key: value for key, value in {**tree, "dataset": others}.items() if key in RECIPE_SECTIONS and key in own}
     recipe_config = validate(recipe_type.Config, given, sources)
-    if config.distributed.strategy == "3d" and config.distributed.mesh is not None:
+    if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
 

@@ -102,7 +102,7 @@ class WarmupStableDecay(Section):
     min_ratio: Fraction = 0.0
 
 
-class CheckpointingConfig(Section):
+class ActivationCheckpointingConfig(Section):
     mode: Literal["none", "full", "selective"] = "none"
     """`full` keeps only what goes into a block; `selective` also attention and every second matrix product."""
     every: Positive = 1
@@ -136,7 +136,9 @@ class TrainingConfig(Section):
     """Let fp32 matrix products on a CUDA device use TF32."""
     compile: bool = False
     """torch.compile, block by block."""
-    activation_checkpointing: Annotated[CheckpointingConfig, _short_for("mode")] = CheckpointingConfig()
+    activation_checkpointing: Annotated[ActivationCheckpointingConfig, _short_for("mode")] = (
+        ActivationCheckpointingConfig()
+    )
     """Recompute in the backward instead of keeping: `none`, `full`, `selective`, or a section."""
     loss_chunks: Positive = 1
     """Make logits of this many parts of a batch in turn and never of all of it, for large vocabularies."""
@@ -361,18 +363,21 @@ class PipelineConfig(Section):
 
 
 class DistributedConfig(Section):
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed", "3d"] = "auto"
-    """`auto` is `single` for one process and `ddp` for several; `3d` is any product that `mesh` says."""
+    strategy: Annotated[
+        Literal["auto", "single", "ddp", "fsdp", "deepspeed", "mesh"],
+        BeforeValidator(lambda name: "mesh" if name == "3d" else name),  # the name of `mesh` in older configs
+    ] = "auto"
+    """`auto` is `single` for one process and `ddp` for several; `mesh` is any product that the section `mesh` says."""
     mesh: MeshConfig | None = None
-    """For `3d`, and for `fsdp`'s HYBRID_SHARD: replicas × shards."""
+    """For `mesh`, and for `fsdp`'s HYBRID_SHARD: replicas × shards."""
     ddp: DDPConfig = DDPConfig()
     """The options of torch's DistributedDataParallel."""
     fsdp: FSDPConfig = FSDPConfig()
     """The options of torch's fully_shard, by the names that FSDP gave them."""
     tensor: TensorConfig = TensorConfig()
-    """How `3d` is tensor parallel."""
+    """How `mesh` is tensor parallel."""
     pipeline: PipelineConfig = PipelineConfig()
-    """How `3d` is a pipeline."""
+    """How `mesh` is a pipeline."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """The options of DeepSpeed's ZeRO, by the names that it gave them."""
     zero_stage: Stage = None

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED, ParallelPlan, Weights
@@ -51,7 +52,15 @@ class Recipe:
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
 
-    def prepare(self, batch: Any, rng: SampleRng) -> Any:
+    def example_batch(self, size: int) -> Any:
+        """Returns the first samples of `train_data`, collated, for planning."""
+        loader = Loader(self.train_data(), self.collate, BatchSchedule.constant(size, size), seed=0, shuffle=False)
+        step = next(iter(loader), None)
+        if step is None:
+            raise UserError(f"recipe {type(self).__name__}: train_data has no samples")
+        return step[0].data
+
+    def prepare_batch(self, batch: Any, rng: SampleRng) -> Any:
         """On the device, before the forward: noise, augmentation. Draw from `rng` alone: it belongs to the samples."""
         return batch
 
@@ -64,6 +73,25 @@ class Recipe:
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
             return (labels != IGNORED).sum()
         return num_samples(batch)
+
+    def labels(self, batch: Any) -> Tensor:
+        """Returns the labels of the tokens that the head predicts; asked for by `training.loss_chunks` and by a head
+        that tensor parallelism cuts."""
+        if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
+            return labels
+        raise UserError(
+            f"recipe {type(self).__name__}: a batch has no tensor `labels`, which training.loss_chunks and a head cut "
+            "by tensor parallelism need; add it, or override labels(self, batch) -> Tensor"
+        )
+
+    def sequence_length(self, batch: Any) -> int:
+        """Returns the number of tokens in each sequence of a batch."""
+        if isinstance(batch, dict) and isinstance(tokens := batch.get("input_ids"), Tensor) and tokens.ndim > 1:
+            return tokens.shape[1]
+        raise UserError(
+            f"recipe {type(self).__name__}: a batch has no tensor `input_ids` of (batch, time); add it, or override "
+            "sequence_length(self, batch) -> int"
+        )
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         """A SUM over what `count` counts; shoal divides by the count of the whole global batch."""

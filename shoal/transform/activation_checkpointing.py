@@ -25,7 +25,7 @@ from shoal.forward import add_layer
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
-    from shoal.config.schema import CheckpointingConfig
+    from shoal.config.schema import ActivationCheckpointingConfig
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -33,7 +33,9 @@ _KEY = "training.activation_checkpointing"
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 
 
-def apply_activation_checkpointing(model: nn.Module, plan: ParallelPlan, config: CheckpointingConfig) -> list[str]:
+def apply_activation_checkpointing(
+    model: nn.Module, plan: ParallelPlan, config: ActivationCheckpointingConfig
+) -> list[str]:
     """Makes every n-th block, or module of the given classes, recompute itself. Returns the names of those that do."""
     if config.mode == "none":
         return []

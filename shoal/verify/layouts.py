@@ -227,7 +227,7 @@ def mesh_layout(
         return None
 
     changes: dict[str, object] = {
-        "strategy": "3d",
+        "strategy": "mesh",
         "fsdp": {"sharding_strategy": "FULL_SHARD"},
         "tensor": {"sequence_parallel": sequence},
         "pipeline": {"schedule": schedule},

@@ -48,10 +48,10 @@ def _essence(run: Run, distributed: DistributedConfig, procs: int) -> tuple[str,
     if strategy == "fsdp":
         hybrid = f", {say_mesh(_sizes(distributed, procs))}" if sharding == "HYBRID_SHARD" else ""
         return f"fsdp {sharding}{hybrid}", None
-    if strategy != "3d":
+    if strategy != "mesh":
         return strategy, None
     sizes = _sizes(distributed, procs)
-    words = [f"3d, {say_mesh(sizes)}"]
+    words = [f"mesh, {say_mesh(sizes)}"]
     if sizes["pp"] > 1:
         words.append(distributed.pipeline.schedule)
     if sizes["tp"] > 1 and distributed.tensor.sequence_parallel:

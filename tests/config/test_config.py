@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ToyRun
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import Run, load_run
+from shoal.config.overrides import merge
 from shoal.config.yaml import format_value, parse_value
 from shoal.errors import UserError
+from shoal.strategies import MeshStrategy
 
 MINIMAL = "recipe: bdh\ntraining: {max_steps: 5}\n"
 
@@ -204,6 +208,24 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UserError, match="not a text file"):
         load_run(tmp_path / "binary.yaml")
+
+
+def test_3d_is_an_older_name_of_mesh(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL + "distributed: {strategy: 3d, mesh: {tp: 1}}\n")
+    assert run.config.distributed.strategy == run.tree()["distributed"]["strategy"] == "mesh"
+    assert "  strategy: mesh " in run.to_yaml()
+
+
+def test_a_run_that_was_saved_under_3d_resumes(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ["distributed.strategy=3d", "distributed.mesh={tp: 1}"]
+    tree = Run.tree
+    with monkeypatch.context() as older:
+        older.setattr(Run, "tree", lambda run: merge(tree(run), {"distributed": {"strategy": "3d"}}))
+        older.setattr(MeshStrategy, "name", "3d")
+        toy.train("training.max_steps=2", *mesh)
+    manifest = json.loads((toy.output / "checkpoints" / "step_00000002" / "manifest.json").read_text())
+    assert manifest["layout"]["strategy"] == manifest["config"]["distributed"]["strategy"] == "3d"
+    assert toy.train("training.max_steps=4", *mesh).first_step == 2
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.yaml")), ids=str)

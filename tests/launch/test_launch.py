@@ -126,7 +126,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'], ["gradient_cliping", "did you"]),
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "train_batch_size": 5}'], ["train_batch_size", "2 proc"]),
         ([*JSON, "json={"], ["distributed.deepspeed.config_file", "no valid JSON"]),
-        (["distributed.strategy=3d", "distributed.mesh={tp: 3}"], ["tp 3 does not divide the 2 processes"]),
+        (["distributed.strategy=mesh", "distributed.mesh={tp: 3}"], ["tp 3 does not divide the 2 processes"]),
     ],
 )
 def test_refused_before_there_is_a_folder(

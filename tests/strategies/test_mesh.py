@@ -154,7 +154,7 @@ def test_a_bad_parameter_of_one_stage_is_named(pool2: Pool) -> None:
         ({"schedule": "zbv", "compile": True}, "zbv takes a backward in two halves, but training.compile = true"),
         ({"schedule": "zbv", "loss_chunks": 2}, "but training.loss_chunks = 2"),
         ({"reduce_every_micro_batch": True}, "a pipeline sums gradients over ranks after its last micro-batch"),
-        ({"sharding_strategy": "NO_SHARD"}, "under 3d the mesh says who shards"),
+        ({"sharding_strategy": "NO_SHARD"}, "under strategy mesh the mesh says who shards"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(options: Any, words: str) -> None:

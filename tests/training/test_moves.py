@@ -22,7 +22,7 @@ from shoal.weights import build
 
 FSDP = ["distributed.strategy=fsdp"]
 HYBRID = [*FSDP, "distributed.fsdp.sharding_strategy=HYBRID_SHARD", "distributed.mesh.dp_replicate=2"]
-THREE_D = ["distributed.strategy=3d"]
+MESH = ["distributed.strategy=mesh"]
 ZERO = ["distributed.strategy=deepspeed", "distributed.deepspeed.stage3_param_persistence_threshold=0"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
@@ -34,11 +34,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "grad_op2": (2, [*FSDP, "distributed.fsdp.sharding_strategy=SHARD_GRAD_OP"]),
     "no_shard2": (2, [*FSDP, "distributed.fsdp.sharding_strategy=NO_SHARD"]),
     "hybrid4": (4, HYBRID),
-    "tp2": (2, [*THREE_D, "distributed.mesh.tp=2"]),
-    "pp2": (2, [*THREE_D, "distributed.mesh.pp=2", "distributed.mesh.dp_shard=1"]),
-    "pp2_fsdp2": (4, [*THREE_D, "distributed.mesh.pp=2", "distributed.mesh.dp_shard=2"]),
-    "tp2_fsdp2": (4, [*THREE_D, "distributed.mesh.tp=2", "distributed.mesh.dp_shard=2"]),
-    "pp2_tp2": (4, [*THREE_D, "distributed.mesh.pp=2", "distributed.mesh.tp=2", "distributed.mesh.dp_shard=1"]),
+    "tp2": (2, [*MESH, "distributed.mesh.tp=2"]),
+    "pp2": (2, [*MESH, "distributed.mesh.pp=2", "distributed.mesh.dp_shard=1"]),
+    "pp2_fsdp2": (4, [*MESH, "distributed.mesh.pp=2", "distributed.mesh.dp_shard=2"]),
+    "tp2_fsdp2": (4, [*MESH, "distributed.mesh.tp=2", "distributed.mesh.dp_shard=2"]),
+    "pp2_tp2": (4, [*MESH, "distributed.mesh.pp=2", "distributed.mesh.tp=2", "distributed.mesh.dp_shard=1"]),
     "zero1_on2": (2, [*ZERO, "distributed.zero_stage=1"]),
     "zero2_on2": (2, [*ZERO, "distributed.zero_stage=2", "distributed.offload=optimizer"]),
     "zero3_on2": (2, [*ZERO, "distributed.zero_stage=3"]),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.config.schema import CheckpointingConfig
+from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.torch_private import TorchDispatchMode, compiled_graphs
@@ -86,8 +86,8 @@ def bdh() -> tuple[nn.Module, ParallelPlan, Tensor]:
 MODELS = [stack, lambda: stack(attention_dropout=0.3), bdh]
 
 
-def settings(mode: str, **options: Any) -> CheckpointingConfig:
-    return CheckpointingConfig(mode=mode, **options)
+def settings(mode: str, **options: Any) -> ActivationCheckpointingConfig:
+    return ActivationCheckpointingConfig(mode=mode, **options)
 
 
 def run(model: nn.Module, inputs: Tensor) -> list[Tensor]:

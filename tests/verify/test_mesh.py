@@ -154,12 +154,12 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
     tmp_path: Path, model: Any, mesh: dict[str, int], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        model(tmp_path, distributed={"strategy": "3d", "mesh": mesh}, global_batch_size=8)
+        model(tmp_path, distributed={"strategy": "mesh", "mesh": mesh}, global_batch_size=8)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_two_stages_per_rank_need_twice_the_blocks(tmp_path: Path, schedule: str) -> None:
-    layout = {"strategy": "3d", "pipeline": {"schedule": schedule}}
+    layout = {"strategy": "mesh", "pipeline": {"schedule": schedule}}
     words = f"distributed.pipeline.schedule = {schedule} on .*pp = 4 has 8 stages and needs 8 blocks, .* has 4; .* 1f1b"
     with pytest.raises(UserError, match=words):
         llama(tmp_path, distributed={**layout, "mesh": {"pp": 4}})

@@ -99,11 +99,16 @@ ZERO_JSON = '{"zero_optimization": {"stage": 3, "stage3_param_persistence_thresh
         ({"strategy": "single"}, 2, "single", "single"),
         ({"strategy": "fsdp"}, 2, "fsdp", "fsdp FULL_SHARD"),
         ({"strategy": "fsdp", "fsdp": {"sharding_strategy": "NO_SHARD"}}, 2, "fsdp_no_shard", "fsdp NO_SHARD"),
-        ({"strategy": "3d", "mesh": {"tp": 2}}, 2, "tp", "3d, tp 2"),
-        ({"strategy": "3d", "mesh": {"tp": 2}}, 4, "tp_fsdp", "3d, dp_shard 2 × tp 2"),
-        ({"strategy": "3d", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 2, "pp_zbv", "3d, pp 2, zbv"),
-        ({"strategy": "3d", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 4, OWN, "3d, pp 2 × dp_shard 2, zbv"),
-        ({"strategy": "3d", "mesh": {"cp": 2, "tp": -1, "dp_shard": 1}}, 8, OWN, "3d, cp 2 × tp 4"),
+        ({"strategy": "mesh", "mesh": {"tp": 2}}, 2, "tp", "mesh, tp 2"),
+        ({"strategy": "mesh", "mesh": {"tp": 2}}, 4, "tp_fsdp", "mesh, dp_shard 2 × tp 2"),
+        ({"strategy": "mesh", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 2, "pp_zbv", "mesh, pp 2, zbv"),
+        (
+            {"strategy": "mesh", "mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}},
+            4,
+            OWN,
+            "mesh, pp 2 × dp_shard 2, zbv",
+        ),
+        ({"strategy": "mesh", "mesh": {"cp": 2, "tp": -1, "dp_shard": 1}}, 8, OWN, "mesh, cp 2 × tp 4"),
         ({"strategy": "deepspeed", "offload": "optimizer"}, 2, OWN, "deepspeed ZeRO-2"),
         ({"strategy": "deepspeed", "zero_stage": 3}, 2, "zero_3", "deepspeed ZeRO-3"),
         ({"strategy": "deepspeed", "deepspeed": {"config_file": "zero.json"}}, 2, OWN, "deepspeed ZeRO-3"),
@@ -130,11 +135,16 @@ def test_the_layout_that_a_config_asks_for(
 
 def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None:
     sharding = "distributed.fsdp.sharding_strategy=SHARD_GRAD_OP"
-    mesh = ["recipe=toy_recipe:Divisible", "distributed.strategy=3d", "distributed.mesh={tp: 2, dp_shard: 2}", sharding]
+    mesh = [
+        "recipe=toy_recipe:Divisible",
+        "distributed.strategy=mesh",
+        "distributed.mesh={tp: 2, dp_shard: 2}",
+        sharding,
+    ]
     run = load_run(toy.config, [*mesh, "model.hidden=64", "launch.procs_per_node=4"])
     (verdict,) = prove(run, 4, [OWN], runner=on(pool4))
     assert failed(verdict) == {}
-    assert (verdict.layout, verdict.own) == (OWN, "3d, dp_shard 2 × tp 2, SHARD_GRAD_OP")
+    assert (verdict.layout, verdict.own) == (OWN, "mesh, dp_shard 2 × tp 2, SHARD_GRAD_OP")
     said: list[str] = []
     with pytest.raises(RuntimeError, match="nothing else"):
         prove(run, 2, runner=Mock(side_effect=RuntimeError("nothing else")), warn=said.append)

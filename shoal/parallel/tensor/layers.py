@@ -1,7 +1,7 @@
 """Layers for models written by hand that know how tensor parallelism cuts them.
 
 On one process, or without `distributed.mesh.tp`, they are what they look like. `MeshStrategy(mesh={"tp": 2, ...})` and
-`distributed.strategy: 3d` cut them by their `tensor_style`, as a recipe's plan would; nothing else has to be said.
+`distributed.strategy: mesh` cut them by their `tensor_style`, as a recipe's plan would; nothing else has to be said.
 
     class MLP(nn.Module):
         def __init__(self, width):
