@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
 from shoal.config.schema import DDPConfig, FSDPConfig
@@ -25,7 +26,7 @@ from shoal.launch.spawn import run_function
 from shoal.processes.detect import detect
 from shoal.seeding import mix
 from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, Loop
-from shoal.strategies.contract import Builder
+from shoal.torch_private import uncompiled
 
 __all__ = [
     "auto_resume",
@@ -37,6 +38,7 @@ __all__ = [
     "is_main_process",
     "launch_distributed",
     "load_checkpoint_distributed",
+    "resume",
     "save_checkpoint_distributed",
     "seed_everything",
     "setup_distributed",
@@ -83,28 +85,30 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def wrap_model_ddp(model: nn.Module, *builders: Builder, **options: Any) -> Any:
-    """Puts the model on its device, and in DistributedDataParallel if there are several processes.
+def wrap_model_ddp(model: nn.Module, **options: Any) -> nn.Module:
+    """Returns the model on its device, in DistributedDataParallel if there are several processes.
 
-    Returns (module, optimizer) with one function that builds an optimizer, or more; the module alone without any. The
-    options are DDPStrategy's.
+    Build the optimizer from what it returns. The options are DDPStrategy's.
     """
-    return _wrap(DDPStrategy, DDPConfig, model, builders, options)
+    return _wrap(DDPStrategy, DDPConfig, model, options)
 
 
-def wrap_model_fsdp(model: nn.Module, *builders: Builder, **options: Any) -> Any:
-    """Shards the model by fully_shard; otherwise as `wrap_model_ddp`, with FSDPStrategy's options."""
-    return _wrap(FSDPStrategy, FSDPConfig, model, builders, options)
+def wrap_model_fsdp(model: nn.Module, **options: Any) -> nn.Module:
+    """Returns the model sharded by fully_shard; otherwise as `wrap_model_ddp`, with FSDPStrategy's options."""
+    return _wrap(FSDPStrategy, FSDPConfig, model, options)
 
 
-def save_checkpoint_distributed(path: str | Path, **state: Any) -> None:
-    """Writes the wrapped model and its optimizers into a folder that opens on any number of processes."""
-    _running_loop().save(path, **state)
+def save_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer, **state: Any) -> None:
+    """Writes a folder that opens on any number of processes; `state` is anything that JSON can hold.
+
+    Under DDP rank 0 writes, and the other ranks may call it or not; under FSDP every rank calls it.
+    """
+    _loop_of(model, optimizer).save(path, **state)
 
 
-def load_checkpoint_distributed(path: str | Path, weights_only: bool = False) -> dict[str, Any]:
-    """Puts a checkpoint into the wrapped model and its optimizers, and returns the `state` it was saved with."""
-    return _running_loop().load(path, weights_only)
+def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Puts a checkpoint into model and optimizer and returns the `state` it was saved with; every rank calls it."""
+    return _loop_of(model, optimizer).load(path)
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
@@ -112,9 +116,13 @@ def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     return CheckpointManager(output_dir).folder / f"step_{step:08d}"
 
 
-def auto_resume(output_dir: str | Path, loop: Loop | None = None) -> dict[str, Any]:
+def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
-    loop = loop or _running_loop()
+    return resume(output_dir, _loop_of(model, optimizer))
+
+
+def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
+    """Does the same for a loop."""
     damages: list[str] = []
     for path in reversed(CheckpointManager(output_dir).steps()):
         try:
@@ -148,12 +156,8 @@ def seed_everything(seed: int, *place: int | str) -> int:
 
 
 def _wrap(
-    preset: Callable[..., DistributedStrategy],
-    section: type[BaseModel],
-    model: nn.Module,
-    builders: tuple[Builder, ...],
-    options: dict[str, Any],
-) -> Any:
+    preset: Callable[..., DistributedStrategy], section: type[BaseModel], model: nn.Module, options: dict[str, Any]
+) -> nn.Module:
     """Wraps the model by another strategy in the process group that is there, with the options of setup_distributed."""
     global _strategy, _loop
     if _strategy is None:
@@ -163,11 +167,12 @@ def _wrap(
     _strategy = preset(**kept | options)
     _strategy.setup()
     _loop = Loop(_strategy)
-    wrapped = _loop.wrap(model, *builders)
-    return wrapped if builders else wrapped[0]
+    (module,) = _loop.wrap(model)
+    return module
 
 
-def _running_loop() -> Loop:
-    if _loop is None:
-        raise UserError("call wrap_model_ddp or wrap_model_fsdp first, with a function that builds the optimizer")
+def _loop_of(model: nn.Module, optimizer: Optimizer) -> Loop:
+    if _loop is None or uncompiled(model) not in (_loop.model, _loop.strategy.engine):
+        raise UserError("this model was not wrapped by wrap_model_ddp or wrap_model_fsdp; wrap it first")
+    _loop.add(optimizer)
     return _loop

@@ -164,6 +164,10 @@ class DistributedStrategy(ABC):
     ) -> list[Optimizer]:
         """Does the work of `prepare`, for any number of optimizers and either meaning of gradients."""
 
+    @abstractmethod
+    def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
+        """Returns what steps an optimizer of a model that has been placed."""
+
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:

@@ -212,14 +212,19 @@ class ZeroStrategy(DistributedStrategy):
         self._executor = InTurn(self._engine, surroundings)
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
-        self._updates = {
-            optimizer: ZeroUpdate(optimizer, self._loss_scale, self._partition, averaged_over, self.device)
-        }
+        update = ZeroUpdate(optimizer, self._loss_scale, self._partition, averaged_over, self.device)
+        self._updates = {optimizer: update}
         self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = self._partition.parameter_bytes(model)
         return [optimizer]
+
+    def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
+        raise UserError(
+            f"this {type(optimizer).__name__} was not built by loop.wrap, and DeepSpeed takes model and optimizer "
+            "together; give wrap a function: loop.wrap(model, lambda model: torch.optim.AdamW(model.parameters()))"
+        )
 
     def _not_in_force(self) -> dict[str, str]:
         on_gpus = ("overlap_comm", "cpu_checkpointing") if self.device.type == "cpu" else ()

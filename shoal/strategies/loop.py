@@ -11,7 +11,7 @@
             loop.step(max_norm=1.0)
 
 Gradients become the mean over ranks. The optimizer comes as a function that builds it, because it has to hold what this
-rank holds once the model is cut.
+rank holds once the model is cut. Except with DeepSpeed, one that is built from the model after `wrap` works, too.
 """
 
 from __future__ import annotations
@@ -95,6 +95,17 @@ class Loop:
         for name in methods:
             setattr(module, name, self._through_engine(module, model, name))
         return module, *self._optimizers
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Takes an optimizer that was built by hand from the wrapped model. `step` and `clip` do so by themselves."""
+        self._update_of(optimizer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model inside the module that `wrap` returned, with its own names."""
+        if self._model is None:
+            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
+        return self._model
 
     # A step
 
@@ -181,7 +192,7 @@ class Loop:
         if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
             raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
         settings = [optimizer_settings(optimizer) for optimizer in self._optimizers]
-        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **about_names(self._plain)}
+        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **about_names(self.model)}
         about["optimizer"] = settings[0] if len(settings) == 1 else settings
         write_checkpoint(path, self._state(alone=replicated), state, about, ALONE if replicated else ALL)
 
@@ -222,18 +233,11 @@ class Loop:
     def _engine(self) -> PlainEngine:
         return self.strategy._executor.engine  # type: ignore[union-attr]  # a pipeline is refused by wrap
 
-    @property
-    def _plain(self) -> nn.Module:
-        if self._model is None:
-            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
-        return self._model
-
     def _update_of(self, optimizer: Optimizer) -> Update:
+        """Returns what steps this optimizer; one that was built by hand after `wrap` joins the loop here."""
         if optimizer not in self.strategy._updates:
-            raise UserError(
-                f"this {type(optimizer).__name__} was not built by loop.wrap; give wrap a function that builds it: "
-                "loop.wrap(model, lambda model: torch.optim.AdamW(model.parameters()))"
-            )
+            self.strategy._updates[optimizer] = self.strategy._update_for(optimizer, self.model)
+            self._optimizers.append(optimizer)
         return self.strategy._updates[optimizer]
 
     def _check_wrap(
@@ -319,7 +323,7 @@ class Loop:
     def _check_trained(self) -> None:
         if type(self._engine) is PlainEngine:
             return
-        if [p.requires_grad for p in self._plain.parameters()] != self._trained:
+        if [p.requires_grad for p in self.model.parameters()] != self._trained:
             raise UserError(
                 f"requires_grad was changed after wrap, which {self.strategy.name} does not notice; freeze parameters "
                 "before wrap, or leave them out of the optimizer"
@@ -342,15 +346,15 @@ class Loop:
             raise UserError("save: wrap the model with at least one optimizer")
         if alone:
             scale = self.strategy._scale_state()
-            states = [collect_state(self._plain, optimizer, scale) for optimizer in self._optimizers]
+            states = [collect_state(self.model, optimizer, scale) for optimizer in self._optimizers]
         else:
-            states = [self.strategy.state(self._plain, optimizer) for optimizer in self._optimizers]
+            states = [self.strategy.state(self.model, optimizer) for optimizer in self._optimizers]
         moments = {name: slots for state in states for name, slots in state.optimizer.items()}
         return TrainState(states[0].model, moments, states[0].strategy)
 
     def _load_state(self, state: TrainState) -> None:
         for optimizer in self._optimizers:
-            self.strategy.load_state(self._plain, optimizer, state)
+            self.strategy.load_state(self.model, optimizer, state)
 
     def _check_same_optimizers(self, settings: Sequence[Any], path: Path) -> None:
         if len(settings) != len(self._optimizers):

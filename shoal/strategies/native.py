@@ -144,10 +144,10 @@ class NativeStrategy(DistributedStrategy):
             )
             self._executor = Overlapped(pipeline, surroundings) if pipeline else InTurn(engine, surroundings)
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
+            self._placed = Placed(engine, tensor, exchange, pipeline)
             optimizers = [build(model) for build in builders]
-            self._updates = {optimizer: self._update(optimizer, model, engine, pipeline) for optimizer in optimizers}
+            self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
         self._moving_buffers = MovingBuffers(self._broadcast) if layout.is_sharded_family else None
-        self._placed = Placed(engine, tensor, exchange, pipeline)
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
@@ -183,8 +183,9 @@ class NativeStrategy(DistributedStrategy):
             return None
         return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
 
-    def _update(self, optimizer: Optimizer, model: nn.Module, engine: PlainEngine, pipeline: Pipeline | None) -> Update:
+    def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
         check_optimizer(optimizer, model)
+        engine, pipeline = self._placed.engine, self._placed.pipeline
         if not self.layout.is_sharded_family:
             return Update(optimizer, self._loss_scale, engine.keeps_gradients)
         stages = pipeline.group if pipeline else None
