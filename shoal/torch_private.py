@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -34,10 +35,12 @@ __all__ = [
     "DROPOUT",
     "StridedShard",
     "TorchDispatchMode",
+    "agree_on_static_shapes",
     "as_rows",
     "as_shard",
     "call_without_hooks",
     "compiled_graphs",
+    "is_fake",
     "set_group_timeout",
     "shape_and_offset",
     "skip_greeting_itself",
@@ -93,6 +96,11 @@ def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]
     return tuple(shape), tuple(offset)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a shape and no memory, under FakeTensorMode."""
+    return isinstance(tensor, FakeTensor)
+
+
 def times_written(tensor: Tensor) -> int:
     """Returns how often something wrote to a tensor in place: autograd counts it on the host."""
     return tensor._version
@@ -113,6 +121,19 @@ def skip_greeting_itself(stage: PipelineStage) -> None:
     """Torch 2.11 sends a number between neighbouring stages first, also if they are on one rank, which gloo cannot."""
     greet = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]  # type: ignore[method-assign]
+
+
+def agree_on_static_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
+    """Answers in place of the other ranks, which an imagined world does not have: torch 2.13 lets all stages vote
+    whether their shapes are known, and reads the result."""
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def vote(*arguments: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = vote
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

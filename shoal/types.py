@@ -72,7 +72,7 @@ class Weights:
     """Where a run's weights come from: drawn by name (`init`), read from safetensors (`files`), or whatever the
     constructor left (`built`)."""
 
-    kind: Literal["init", "files", "built"]
+    kind: Literal["init", "files", "built", "empty"]
     reason: str = ""
     reset: Callable[[nn.Module, nn.Module], None] | None = None
     """(model, module) → draws that module's own parameters. Unless given, its `reset_parameters()` does."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoal.seeding import mix
@@ -71,13 +72,15 @@ def materialise(
     `parameters_on` is another device for parameters, under offload.
     """
     allocated = _allocate(model, parameters_on or device)
-    model.to(parameters_on or device)  # FSDP then looks for the memory its parameters got
+    target, is_sharded = parameters_on or device, any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_sharded or any(tensor.device != target for tensor in (*model.parameters(), *model.buffers())):
+        model.to(target)  # fully_shard then looks for the memory that its parameters got
     if parameters_on:
         move_buffers(model, device)
     if weights.kind == "files":
         draw(model, seed, weights.reset, allocated & in_no_file(model, weights))
         read_files(model, weights)
-    else:
+    elif weights.kind != "empty":
         draw(model, seed, weights.reset, allocated)
 
 

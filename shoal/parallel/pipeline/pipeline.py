@@ -23,7 +23,7 @@ from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.pipeline.stages import count_stages, follow_mode, stages_of
 from shoal.parallel.pipeline.wire import NOTE_LENGTH, Arrive, Leave, Shape, describe, read_note, shape_of, travelling
-from shoal.torch_private import skip_greeting_itself
+from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
 
 Inputs = Sequence[dict[str, Any]]
 Score = Callable[[Any, int], Tensor]
@@ -302,7 +302,10 @@ class Pipeline:
         }
         single = self.schedule in ("gpipe", "1f1b")
         held: Any = stages[0] if single else stages
-        return kinds[self.schedule](held, num, loss_fn=lambda loss, target: loss, scale_grads=False)
+        schedule = kinds[self.schedule](held, num, loss_fn=lambda loss, target: loss, scale_grads=False)
+        if dist.get_backend(self.group) == "fake":
+            agree_on_static_shapes(schedule, stages)
+        return schedule
 
     def _fitting(self, num: int) -> int:
         """How many micro-batches have to be run for so many to be: torch interleaves in rounds of equal length."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import UserError
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.torch_private import is_fake
 
 # torch 2.13 has a new name for it, and warns about the old one.
 _PARAMETERS = signature(DistributedDataParallel).parameters
@@ -27,23 +28,38 @@ class DDPEngine(PlainEngine):
     """Wraps the model into DistributedDataParallel over the mesh dimension `dp_replicate`."""
 
     is_warm = False
+    _last = True
 
     def wrap(self, model: nn.Module) -> None:
         self.module = model
         if not any(p.requires_grad for p in model.parameters()):
             return  # DDP refuses a model without gradients
         assert self.mesh is not None
+        group = self.mesh.get_group("dp_replicate")
+        if is_fake(next(model.parameters())):
+            self._exchange_by_hooks(model, group)
+            return
         options = self.layout.ddp.model_dump()
         options[_BROADCAST_BUFFERS] = options.pop("broadcast_buffers")
         options["bucket_cap_mb"] = options["bucket_cap_mb"] or default_bucket_mb(model)
         # Freed gradients would be made anew outside DDP's buckets. Where some parameters stay unused they are freed all
         # the same: a zero in the place of a missing gradient would still be decayed.
         self.keeps_gradients = options["gradient_as_bucket_view"] and not options["find_unused_parameters"]
-        self.module = DistributedDataParallel(model, process_group=self.mesh.get_group("dp_replicate"), **options)
+        self.module = DistributedDataParallel(model, process_group=group, **options)
         if self.reduction == "sum":
             self.module.register_comm_hook(None, _sum_over_ranks)
 
+    def _exchange_by_hooks(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """For a planner: DDP's reducer reads memory, which fake tensors do not have. The exchange is as large."""
+        self.is_warm = True
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: dist.all_reduce(p.grad, group=group) if self._last else None
+                )
+
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        self._last = last
         if last or not isinstance(self.module, DistributedDataParallel):
             self.is_warm = True
             return nullcontext()
