@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shoal.seeding import SampleRng
+    from shoal.weights.conversion import Source
 
 
 TensorStyle = Literal["column", "row", "vocabulary", "region", "sum", "sequence"] | int
@@ -70,15 +71,18 @@ class StepInfo:
 @dataclass(frozen=True)
 class Weights:
     """Where a run's weights come from: drawn by name (`init`), read from safetensors (`files`), or whatever the
-    constructor left (`built`)."""
+    constructor left (`built`). `empty` is for planning: parameters get memory and no value."""
 
     kind: Literal["init", "files", "built", "empty"]
     reason: str = ""
     reset: Callable[[nn.Module, nn.Module], None] | None = None
     """(model, module) → draws that module's own parameters. Unless given, its `reset_parameters()` does."""
     files: tuple[Path, ...] = ()
-    """Safetensors that hold every parameter and persistent buffer under its name in the model. With a `reset` beside
-    them, parameters that are trained may be missing, as those of an adapter are, and are drawn by it."""
+    """Safetensors that hold every parameter and persistent buffer. With a `reset` beside them, parameters that are
+    trained may be missing, as those of an adapter are, and are drawn by it."""
+    sources: Mapping[str, Source] | None = None
+    """How tensors are made from those in the files, by their names in the model (see shoal.weights.conversion); a
+    tensor that is not in it is in no file. Unless given, the files name every tensor as the model does."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
     "models": set(),
-    "recipes": BASE | {"models", "data"},
+    "recipes": BASE | {"models", "data", "weights"},
     "processes": BASE,
     "weights": BASE,
     "parallel": BASE | {"config"},

@@ -31,6 +31,8 @@ from shoal.checkpoint.stored_tensor import parse_dtype, parse_lengths, tensor_di
 from shoal.errors import UserError
 from shoal.tensors import fingerprint, local_part
 from shoal.types import TrainState, Weights
+from shoal.weights.conversion import FileTensor, Source
+from shoal.weights.from_files import sources_of
 
 if TYPE_CHECKING:
     from shoal.checkpoint.store import Checkpoint
@@ -226,7 +228,8 @@ class Base:
         self.references: dict[str, Referenced] = {}
         """Of all ranks: what is frozen and came from the files."""
         if self._paths:
-            frozen = {name: key for name, key in _frozen(model, self._paths).items() if _has_bits(here[name])}
+            keys = _frozen(model, sources_of(weights, self._paths))
+            frozen = {name: key for name, key in keys.items() if _has_bits(here[name])}
             self._own = sorted(frozen)
             self._bits = self._hash_bits(here)
             self.references = self._look_up(
@@ -313,17 +316,20 @@ class Base:
         return torch.stack([fingerprint(local_part(here[name])) for name in self._own] or [torch.zeros(())])
 
 
-def _frozen(model: nn.Module, there: Mapping[str, Path]) -> dict[str, str]:
-    """The frozen parameters that are in files: name in the model → name in the files."""
+def _frozen(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, str]:
+    """Returns the frozen parameters that the files hold as they are: name in the model → name in the files.
+
+    What is made from several file tensors, or from another form of one, is stored in every checkpoint.
+    """
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     frozen: dict[str, str] = {}
     for parameter in model.parameters():
         first, *others = names.get(id(parameter), [""])
-        key = next((name for name in (first, *others) if name in there), None)
-        if key is not None and not parameter.requires_grad:
-            frozen[first] = key
+        source = next((sources[name] for name in (first, *others) if name in sources), None)
+        if isinstance(source, FileTensor) and not parameter.requires_grad:
+            frozen[first] = source.name
     return frozen
 
 

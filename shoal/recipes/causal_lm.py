@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.data import TextDataset
@@ -22,7 +21,11 @@ from shoal.errors import UserError
 from shoal.models.causal_attention import use_causal_attention
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
+from shoal.recipes.transformers_private import file_sources
+from shoal.tensors import tensors_with_names
 from shoal.types import ParallelPlan, TensorStyle, Weights
+from shoal.weights import parameters_on_meta
+from shoal.weights.conversion import open_files
 
 PREVIEW_TOKENS = 240
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -152,8 +155,6 @@ class CausalLMRecipe(TextRecipe):
                 f"model.config.model_type = {self.transformers_config.model_type!r} looks at the tokens it should "
                 "predict unless model.config.is_decoder is true; set it"
             )
-        if section.name is not None:
-            _check_names(model, section.name, self.files)
         if section.attn_implementation is None:
             use_causal_attention(model)
         return model
@@ -161,7 +162,18 @@ class CausalLMRecipe(TextRecipe):
     def weights(self) -> Weights:
         if self.config.model.name is None:
             return Weights("init", reset=draw)
-        return Weights("files", files=self.files)
+        files = open_files(self.files)
+        with parameters_on_meta():
+            model = self.build_model()
+        sources = file_sources(model, files)
+        missing = next((names[0] for _, names in tensors_with_names(model) if sources.keys().isdisjoint(names)), None)
+        if missing is not None:
+            raise UserError(
+                f"model.name = {self.config.model.name!r}: its files have no tensor {missing!r} (they have "
+                f"{min(files, default='none')!r}): they hold a base model without its head, or another model; "
+                "save the whole model by AutoModelForCausalLM and save_pretrained"
+            )
+        return Weights("files", files=self.files, sources=sources)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
@@ -271,28 +283,6 @@ def safetensors_in(folder: Path) -> tuple[Path, ...]:
     pickles = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
     what = "only pickles, which may hold code and are not opened" if pickles else "no weights"
     raise UserError(f"model.name: {folder} has {what}; save the model as model.safetensors")
-
-
-def _check_names(model: nn.Module, source: str, files: tuple[Path, ...]) -> None:
-    """Refuses weights that are stored under other names than the model's. transformers converts those while loading."""
-    stored: set[str] = set()
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored.update(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"model.name: {path} cannot be read as safetensors: {error}") from None
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    missing = next((alike[0] for alike in names.values() if not stored.intersection(alike)), None)
-    if missing is not None:
-        foreign = min(stored.difference(*names.values()), default="nothing")
-        raise UserError(
-            f"model.name: the files of {source!r} have no tensor {missing!r} but {foreign!r}: they hold a base model "
-            "without its head, or an older form of it. Convert them once: "
-            f"AutoModelForCausalLM.from_pretrained({source!r}).save_pretrained(FOLDER, save_original_format=False)"
-        )
 
 
 def _fetch(section: CausalLMConfig, local_only: bool = False) -> Path:

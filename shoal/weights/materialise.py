@@ -29,6 +29,8 @@ def build(build_model: Callable[[], nn.Module], wanted: Weights, seed: int) -> t
     if wanted.kind != "built":
         with parameters_on_meta(), InitRecorder() as constructor:
             model = build_model()
+        if wanted.kind == "empty":
+            return model, wanted
         if wanted.kind == "files":
             return model, replace(wanted, reason=check_files(model, wanted))
         reason = why_not_by_name(model, constructor, wanted.reset)
@@ -72,11 +74,10 @@ def materialise(
     `parameters_on` is another device for parameters, under offload.
     """
     allocated = _allocate(model, parameters_on or device)
-    target, is_sharded = parameters_on or device, any(isinstance(module, FSDPModule) for module in model.modules())
-    if is_sharded or any(tensor.device != target for tensor in (*model.parameters(), *model.buffers())):
-        model.to(target)  # fully_shard then looks for the memory that its parameters got
-    if parameters_on:
-        move_buffers(model, device)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_sharded or set(model.parameters()) - allocated:  # a FakeTensor could not be moved, not even to where it is
+        model.to(parameters_on or device)  # FSDP then looks for the memory its parameters got
+    move_buffers(model, device)
     if weights.kind == "files":
         draw(model, seed, weights.reset, allocated & in_no_file(model, weights))
         read_files(model, weights)

@@ -39,6 +39,7 @@ from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights import build
+from shoal.weights.conversion import FileTensor, Stack, Transpose
 
 RECIPE = """
 import torch
@@ -480,6 +481,53 @@ def test_what_changed_meanwhile_is_read_again(run: AdapterRun) -> None:
         state.model.update(again)
         strategy.load_state(model, optimizer, state)
         assert same(strategy.state(model, optimizer).model, run.checkpoint().read().model)
+
+
+def test_what_is_made_from_several_file_tensors_is_stored(tmp_path: Path) -> None:
+    """A frozen tensor that the files hold under another name is referred to; one that they hold in another form, also
+    if it has the model's name there, is in the checkpoint itself."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.renamed, self.turned = nn.Linear(3, 2, bias=False), nn.Linear(3, 3, bias=False)
+            self.experts = nn.Parameter(torch.empty(2, 3))
+            self.requires_grad_(False)
+            self.head = nn.Linear(2, 1, bias=False)
+
+    path = tmp_path / "base.safetensors"
+    save_file(
+        {name: torch.randn(2, 3) for name in ("old.weight", "rest")}
+        | {
+            "turned.weight": torch.randn(3, 3),
+            "expert.0": torch.randn(3),
+            "expert.1": torch.randn(3),
+            "head.weight": torch.randn(1, 2),
+        },
+        path,
+    )
+    weights = Weights(
+        "files",
+        files=(path,),
+        sources={
+            "renamed.weight": FileTensor("old.weight"),
+            "turned.weight": Transpose((FileTensor("turned.weight"),), 0, 1),
+            "experts": Stack((FileTensor("expert.0"), FileTensor("expert.1"))),
+            "head.weight": FileTensor("head.weight"),
+        },
+    )
+    model, weights = build(Frozen, weights, seed=0)
+    make = lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad])  # noqa: E731
+    with SingleStrategy(device="cpu") as strategy:
+        model, optimizer = strategy.prepare(model, make, ParallelPlan(), weights)
+        state = strategy.state(model, optimizer)
+        left, about = Base(model, weights, state.model).leave_out(state)
+        assert left.model.keys() == {"turned.weight", "experts", "head.weight"}
+        assert about["base"]["tensors"]["renamed.weight"]["key"] == "old.weight"
+        step_dir = tmp_path / "step_00000001"
+        write_checkpoint(step_dir, left, {"step": 1}, about)
+        assert same(open_checkpoint(step_dir).read().model, state.model)
+        assert set(Base(model, weights, state.model).check(open_checkpoint(step_dir), state.model)) == set()
 
 
 def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from shoal.config.run import check_run, load_run
+from shoal.checkpoint.export import export
 from shoal.errors import UserError
 from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.strategies import FSDPStrategy, SingleStrategy
 from shoal.training import train
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.weights import build, materialise, parameters_on_meta
@@ -146,15 +149,88 @@ def test_weights_from_a_folder_are_those_transformers_loads(kind: str, saved: di
         assert torch.equal(ours(tokens(2, 16)).logits, theirs(tokens(2, 16)).logits)
 
 
-def test_weights_in_an_older_form_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    """transformers stores a Mixtral's experts one by one, and joins them while it loads."""
-    theirs = transformers.AutoModelForCausalLM.from_config(recipe(KINDS["mixtral"][0]).transformers_config).eval()
-    theirs.save_pretrained(tmp_path / "older")
-    theirs.save_pretrained(tmp_path / "own", save_original_format=False)
-    older, own = (recipe(name=str(tmp_path / kind), dataset={"tokenizer": "bytes"}) for kind in ("older", "own"))
-    refused("have no tensor .*save_original_format=False", older.build_model)
+MIXTURES = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 3, **TINY},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 16, **TINY},
+}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Mixtures of experts as transformers saves them: it stores experts one by one, and joins them while it loads."""
+    root = tmp_path_factory.mktemp("mixtures")
+    torch.manual_seed(2)
+    for kind, config in MIXTURES.items():
+        model = transformers.AutoModelForCausalLM.from_config(recipe(config).transformers_config)
+        model.save_pretrained(root / kind, max_shard_size="50KB")
+        model.save_pretrained(root / f"{kind}_own", save_original_format=False)
+    return {path.name: path for path in root.iterdir()}
+
+
+def opened(layout: str, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights and the logits of a folder that a strategy opened."""
+    made = recipe(name=str(folder), dataset={"tokenizer": "bytes"})
+    with {"single": SingleStrategy, "fsdp": FSDPStrategy}[layout](device="cpu") as strategy:
+        model, weights = build(made.build_model, made.weights(), 0)
+        plan = made.parallel_plan(model)
+        model, optimizer = strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters()), plan, weights)
+        assert layout == "single" or all(isinstance(p, DTensor) for p in model.parameters())
+        state = strategy.state(model, optimizer).model
+        whole = {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
+        with torch.no_grad():
+            return whole, model.eval()(tokens(2, 16)).logits
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_that_are_stored_one_by_one_open_on_every_layout(
+    kind: str, mixtures: dict[str, Path], pool2: Pool
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(mixtures[kind], dtype=torch.float32)
+    expected = theirs.state_dict()
+    stored = {name for path in mixtures[kind].glob("*.safetensors") for name in load_file(path)}
+    assert any(".experts.0." in name for name in stored)
+    assert not any(".experts.0." in name for name in expected)
     with torch.no_grad():
-        assert torch.equal(start(own)(tokens(2, 16)).logits, theirs(tokens(2, 16)).logits)
+        logits = theirs(tokens(2, 16)).logits
+    for weights, ours in (
+        opened("single", mixtures[kind]),
+        opened("single", mixtures[f"{kind}_own"]),
+        *pool2.run(opened, "fsdp", mixtures[kind], init=False),
+    ):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+        assert torch.equal(ours, logits)
+
+
+def test_an_export_of_a_mixture_is_stored_as_transformers_stores_it(
+    tmp_path: Path, text: dict[str, Any], mixtures: dict[str, Path]
+) -> None:
+    """And opens in shoal again."""
+    dataset = {**text, "tokenizer": "bytes", "eval_fraction": 0}
+    trained = run(tmp_path, {"name": str(mixtures["mixtral"])}, dataset, max_steps=1).model.state_dict()
+    (step_dir,) = (tmp_path / "out" / "checkpoints").glob("step_*")
+    export(step_dir, tmp_path / "hf", "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors").keys()
+    assert stored == {name for path in mixtures["mixtral"].glob("*.safetensors") for name in load_file(path)}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    ours = start(recipe(name=str(tmp_path / "hf"), dataset={"tokenizer": "bytes"})).state_dict()
+    assert trained.keys() == theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], t) and torch.equal(ours[name], t) for name, t in trained.items())
+
+
+def test_a_damaged_mixture_is_refused(tmp_path: Path, mixtures: dict[str, Path]) -> None:
+    def damaged(name: str, **changes: Tensor | None) -> CausalLMRecipe:
+        shutil.copytree(mixtures["mixtral"], tmp_path / name)
+        for path in (tmp_path / name).glob("*.safetensors"):
+            stored = {key: t for key, t in load_file(path).items() if key not in changes}
+            save_file(stored | {key: t for key, t in changes.items() if t is not None}, path)
+        return recipe(name=str(tmp_path / name), dataset={"tokenizer": "bytes"})
+
+    expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    fewer = damaged("fewer", **{expert: None})
+    refused(r"layers.1.mlp.experts.down_proj has shape \[2, 32, 48\], but the model's is \[3, ", lambda: start(fewer))
+    larger = damaged("larger", **{expert: torch.zeros(33, 48)})
+    refused("model.name.*layers.1.mlp.experts.down_proj cannot be made from .*experts.0.w2.weight", larger.weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -404,11 +480,11 @@ def test_folders_that_cannot_be_used(tmp_path: Path, text: dict[str, Any], saved
     escaping = json.dumps({"weight_map": {"a": "../several/model.safetensors"}})
     refused("which is not in", folder("escaping", **{"model__safetensors__index__json": escaping}).prepare_data)
     base = recipe(name=str(saved["base"]), dataset={**text, "tokenizer": "bytes"})
-    refused("have no tensor 'model.embed_tokens.weight' but 'embed_tokens.weight'.*save_pretrained", base.build_model)
+    refused("model.name = .*: its files have no tensor 'lm_head.weight'.*save_pretrained", base.weights)
     damaged = folder("damaged")
     for path in (tmp_path / "damaged").glob("*.safetensors"):
         path.write_bytes(b"x" * 50)
-    refused("cannot be read as safetensors", damaged.build_model)
+    refused("cannot be read as safetensors", damaged.weights)
     refused("there is no folder", recipe(name="./nowhere", dataset={**text, "tokenizer": "bytes"}).prepare_data)
 
 

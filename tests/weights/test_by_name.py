@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from pool import Pool
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
-from shoal.strategies import DDPStrategy, FSDPStrategy, SingleStrategy
-from shoal.types import ParallelPlan, Weights
+from shoal.types import Weights
 from shoal.weights import build, materialise
 
 INIT = Weights("init")
@@ -191,63 +184,24 @@ def test_tied_weights_are_drawn_by_name_every_time() -> None:
         assert torch.equal(model.scale, torch.ones(4))
 
 
-def test_weights_from_files(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    stored = {name: torch.randn_like(tensor) for name, tensor in Tied().state_dict().items() if name != "head.weight"}
-    save_file({**stored, "rest": torch.zeros(2)}, tmp_path / "a.safetensors")
-    wanted = Weights("files", files=(tmp_path / "a.safetensors",))
-    model, weights = build(Tied, wanted, seed=0)
-    assert weights.reason == "1 tensors in them are not the model's: rest"
+def test_empty_weights_take_no_draw_and_no_memory_of_a_planner() -> None:
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = Positions()
+            self.layer = nn.Linear(1 << 20, 1 << 20, device="meta")  # 4 TiB
+            self.tied = nn.Linear(1 << 20, 1 << 20, bias=False, device="meta")
+            self.tied.weight = self.layer.weight
+
+    model, weights = build(Huge, Weights("empty"), seed=0)
     assert all(parameter.is_meta for parameter in model.parameters())
-    materialise(model, torch.device("cpu"), 0, weights)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in stored.items())
-    for broken, words in (
-        ({**stored, "scale": torch.zeros(5)}, r"scale has shape \[5\], but the model's is \[4\]"),
-        ({name: t for name, t in stored.items() if name != "scale"}, "has no tensor 'scale'"),
-    ):
-        save_file(broken, tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match=words):
-            build(Tied, wanted, seed=0)
-    (tmp_path / "a.safetensors").write_bytes(b"\x80\x04.")
-    with pytest.raises(UserError, match="cannot be read as safetensors"):
-        build(Tied, wanted, seed=0)
-
-
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(6, 5).requires_grad_(False)
-        self.half = nn.Linear(6, 5)  # its bias alone is in the file
-        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
-
-
-def reset_one(model: nn.Module, module: Any) -> None:
-    module.reset_parameters()
-
-
-def first_weights(kind: str, path: Path) -> dict[str, Tensor]:
-    strategy = {"single": SingleStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy}[kind](device="cpu", seed=3)
-    with strategy:
-        model, weights = build(Adapted, Weights("files", files=(path,), reset=reset_one), 3)
-        trained = lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad])  # noqa: E731
-        model, optimizer = strategy.prepare(model, trained, ParallelPlan(), weights)
-        state = strategy.state(model, optimizer).model
-        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
-
-
-def test_what_files_lack_is_drawn_the_same_on_every_layout(tmp_path: Path, pool2: Pool) -> None:
-    stored = {"base.weight": torch.randn(5, 6), "base.bias": torch.randn(5), "half.bias": torch.randn(5)}
-    path = tmp_path / "weights.safetensors"
-    save_file(stored, path)
-    one = first_weights("single", path)
-    assert all(torch.equal(one[name], tensor) for name, tensor in stored.items())
-    assert one["down.weight"].any()
-    for kind in ("ddp", "fsdp"):
-        for got in pool2.run(first_weights, kind, path, init=False):
-            assert all(torch.equal(got[name], tensor) for name, tensor in one.items()), kind
-    with pytest.raises(UserError, match=r"no tensor 'half\.weight'"):
-        build(Adapted, Weights("files", files=(path,)), 3)
-    del stored["base.bias"]  # frozen, so that nothing would ever change what was drawn
-    save_file(stored, path)
-    with pytest.raises(UserError, match=r"no tensor 'base\.bias'"):
-        build(Adapted, Weights("files", files=(path,), reset=reset_one), 3)
+    before = torch.get_rng_state()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(model, CPU, 0, weights)
+        assert model.layer(torch.empty(2, 1 << 20)).shape == (2, 1 << 20)
+    assert {(type(p), p.device) for p in model.parameters()} == {(FakeTensor, CPU)}
+    assert model.tied.weight is model.layer.weight
+    small, weights = build(Small, Weights("empty"), seed=0)
+    materialise(small, CPU, 0, weights)
+    assert not any(parameter.is_meta for parameter in small.parameters())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,169 @@
+"""How a model's tensor is made from tensors in files, as data: joined, split, transposed, or only renamed.
+
+A rank asks a source for the box of the tensor that it holds, and only the parts of the file tensors in that box are
+read. Two experts with a gate and an up projection each, which the model keeps as one tensor (expert, row, column):
+
+    Concatenate((Stack((FileTensor("experts.0.gate"), FileTensor("experts.1.gate"))),
+                 Stack((FileTensor("experts.0.up"), FileTensor("experts.1.up")))), dim=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.errors import UserError
+
+FileTensors = Mapping[str, Any]
+"""Tensors in safetensors files by name, mapped into memory: `get_shape()` returns a shape, indexing reads a part."""
+
+
+def open_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """Returns the tensors in safetensors files by name. Of two with one name the later file's counts."""
+    tensors: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read as safetensors: {error}") from None
+        tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
+    return tensors
+
+
+class Source:
+    """A tensor made from others by a torch function. Unless a subclass can do better, they are read whole."""
+
+    parts: tuple[Source, ...]
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        """Returns the tensor, made from its parts."""
+        raise NotImplementedError
+
+    def names(self) -> Iterator[str]:
+        """Yields the names of all file tensors that this tensor is made from."""
+        for part in self.parts:
+            yield from part.names()
+
+    def meta(self, files: FileTensors) -> Tensor:
+        """Returns the tensor on the meta device: its shape. Raises what torch raises if the parts do not fit."""
+        return self.combine(*(part.meta(files) for part in self.parts))
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        """Copies a box of the tensor into `out`, which has the box's shape. Slices have a start and a stop."""
+        whole = []
+        for part in self.parts:
+            shape = part.meta(files).shape
+            whole.append(torch.empty(shape, dtype=out.dtype))
+            part.fill(whole[-1], [slice(0, length) for length in shape], files)
+        out.copy_(self.combine(*whole)[tuple(box)])
+
+
+@dataclass(frozen=True)
+class FileTensor(Source):
+    """A tensor as it is in a file, under its name there."""
+
+    name: str
+    parts = ()
+
+    def names(self) -> Iterator[str]:
+        yield self.name
+
+    def meta(self, files: FileTensors) -> Tensor:
+        return torch.empty(files[self.name].get_shape(), device="meta")
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        out.copy_(files[self.name][tuple(box)])
+
+
+@dataclass(frozen=True)
+class Concatenate(Source):
+    """Tensors one after another along a dimension, as `torch.cat` joins them."""
+
+    parts: tuple[Source, ...]
+    dim: int = 0
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, self.dim)
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        rows, begin = box[self.dim], 0
+        for part in self.parts:
+            end = begin + part.meta(files).shape[self.dim]
+            start, stop = max(rows.start, begin), min(rows.stop, end)
+            if start < stop:
+                inside = _replace(box, self.dim, slice(start - begin, stop - begin))
+                part.fill(out.narrow(self.dim, start - rows.start, stop - start), inside, files)
+            begin = end
+
+
+@dataclass(frozen=True)
+class Stack(Source):
+    """Tensors of one shape along a new dimension, as `torch.stack` joins them."""
+
+    parts: tuple[Source, ...]
+    dim: int = 0
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        return torch.stack(parts, self.dim)
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        inside = [*box]
+        for index, part in enumerate(self.parts[inside.pop(self.dim)]):
+            part.fill(out.select(self.dim, index), inside, files)
+
+
+@dataclass(frozen=True)
+class Narrow(Source):
+    """A stretch of one tensor along a dimension, as `torch.narrow` takes it."""
+
+    parts: tuple[Source]
+    dim: int
+    start: int
+    length: int
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        return parts[0].narrow(self.dim, self.start, self.length)
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        rows = box[self.dim]
+        inside = _replace(box, self.dim, slice(rows.start + self.start, rows.stop + self.start))
+        self.parts[0].fill(out, inside, files)
+
+
+@dataclass(frozen=True)
+class Transpose(Source):
+    """One tensor with two dimensions exchanged, as `torch.transpose` does."""
+
+    parts: tuple[Source]
+    dim0: int
+    dim1: int
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        return parts[0].transpose(self.dim0, self.dim1)
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+        inside = _replace(_replace(box, self.dim0, box[self.dim1]), self.dim1, box[self.dim0])
+        self.parts[0].fill(out.transpose(self.dim0, self.dim1), inside, files)
+
+
+@dataclass(frozen=True)
+class Compute(Source):
+    """What a function makes of tensors. They are read whole, whatever part of the result is needed."""
+
+    parts: tuple[Source, ...]
+    function: Callable[..., Tensor]
+
+    def combine(self, *parts: Tensor) -> Tensor:
+        return self.function(*parts)
+
+
+def _replace(box: Sequence[slice], dim: int, rows: slice) -> list[slice]:
+    changed = [*box]
+    changed[dim] = rows
+    return changed
