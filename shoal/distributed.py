@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
+from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folder, step_folders
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.processes.world import World
@@ -103,7 +103,7 @@ def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: O
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     """Where `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
-    return CheckpointManager(output_dir).folder / f"step_{step:08d}"
+    return step_folder(output_dir, step)
 
 
 def auto_resume(
@@ -112,7 +112,7 @@ def auto_resume(
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
     strategy = strategy or _running()
     damages: list[str] = []
-    for path in reversed(CheckpointManager(output_dir).steps()):
+    for path in reversed(step_folders(output_dir)):
         try:
             return strategy.load_checkpoint(path, model, optimizer)
         except DamagedCheckpoint as damage:

@@ -95,6 +95,14 @@ def is_section(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
+def flatten(tree: Tree, prefix: str = "") -> Tree:
+    """Returns the values of a nested mapping by dotted key."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _describe(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else f"only {node.value!r}"
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from shoal.checkpoint.init_from import about_names
-from shoal.checkpoint.rotation import check_same_model
-from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.checkpoint import DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.checkpoint.latest import check_same_model
+from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
 from shoal.config.schema import CheckpointingConfig
 from shoal.errors import UserError
 from shoal.seeding import SampleRng, mix
@@ -328,7 +328,7 @@ class DistributedStrategy(Ranks):
         if self.highest(occupied):  # a save replaces what is there
             raise UserError(f"save_checkpoint: {path} exists and is no checkpoint; name another folder")
         plain = self.unwrap(model)
-        about = {"layout": self.layout(), "optimizer": optimizer_settings(optimizer), **about_names(plain)}
+        about = {"layout": self.layout(), "optimizer": optimizer_settings(optimizer), **tied_and_buffers(plain)}
         write_checkpoint(path, self.state(plain, optimizer), state, about)
 
     def load_checkpoint(self, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

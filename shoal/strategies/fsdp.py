@@ -22,10 +22,10 @@ from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_ov
 from shoal.parallel.sharding.units import choose_units
 from shoal.strategies.base import DistributedStrategy, Objective
 from shoal.strategies.buffers import MovingBuffers
-from shoal.tensors import local_part
+from shoal.tensors import DTYPES, local_part
 from shoal.torch_private import uncompiled
 from shoal.transform.loss_scale import LossScale
-from shoal.transform.precision import DTYPES, half_type
+from shoal.transform.precision import half_type
 from shoal.types import MicroBatch, ParallelPlan, StepOutput, TrainState, Weights
 from shoal.weights.by_name import DRAWN, materialise, move_buffers
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import Base
 from shoal.checkpoint.init_from import open_weights, weights_for
-from shoal.checkpoint.rotation import check_same_model, check_same_run, find_start, num_bytes
+from shoal.checkpoint.latest import check_same_model, check_same_run, find_start
+from shoal.checkpoint.rotation import num_bytes
 from shoal.checkpoint.run_lock import Lease, was_restarted
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values

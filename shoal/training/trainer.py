@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.observe.memory import memory_gib
@@ -219,7 +219,7 @@ class Trainer(Built):
             progress["metrics"] = {name: value for name, value in self.evaluation.items() if isfinite(value)}
         batches = [[phase.first_epoch, phase.global_batch_size] for phase in self.batches.phases]
         layout, config = self.strategy.layout(), self.run.tree()
-        about = {"layout": layout, "batches": batches, "config": config, **about_names(self.model)}
+        about = {"layout": layout, "batches": batches, "config": config, **tied_and_buffers(self.model)}
         state, base = self.base.leave_out(self.strategy.state(self.model, self.optimizer))
         try:
             self.manager.save(state, progress, about | base)
