@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, find_latest_checkpoint
+from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folder, step_folders
 from shoal.config.schema import DDPConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
@@ -113,7 +113,7 @@ def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: O
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     """Where `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
-    return CheckpointManager(output_dir).folder / f"step_{step:08d}"
+    return step_folder(output_dir, step)
 
 
 def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) 
 def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
     """Does the same for a loop."""
     damages: list[str] = []
-    for path in reversed(CheckpointManager(output_dir).steps()):
+    for path in reversed(step_folders(output_dir)):
         try:
             return loop.load(path)
         except DamagedCheckpoint as damage:

@@ -8,3 +8,8 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """Returns what an error says, on one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.torch_private import shape_and_offset
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The floating-point dtypes by the names that configs and commands use."""
 _INTEGER_OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 

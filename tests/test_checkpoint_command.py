@@ -18,7 +18,8 @@ from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.checkpoint import CheckpointManager, store
+from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint.manifest import manifest_digest
 from shoal.cli.main import main
 from shoal.config import load_run
 from shoal.training import train
@@ -377,7 +378,7 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
-    manifest["digest"] = store._manifest_digest(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 

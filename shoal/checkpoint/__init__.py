@@ -1,10 +1,12 @@
 """The neutral store and its manager: alone in writing and reading checkpoints."""
 
+from shoal.checkpoint.folders import step_folder, step_folders
 from shoal.checkpoint.frozen_base import BaseProblem, Referenced
+from shoal.checkpoint.latest import find_latest_checkpoint
+from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor
 from shoal.checkpoint.regions import WrongLayout
-from shoal.checkpoint.rotation import CheckpointManager, find_best_checkpoint, find_latest_checkpoint
-from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint, write_checkpoint
-from shoal.checkpoint.stored_tensor import Stored
+from shoal.checkpoint.rotation import CheckpointManager, find_best_checkpoint
+from shoal.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 
 __all__ = [
     "BaseProblem",
@@ -12,10 +14,12 @@ __all__ = [
     "CheckpointManager",
     "DamagedCheckpoint",
     "Referenced",
-    "Stored",
+    "StoredTensor",
     "WrongLayout",
     "find_best_checkpoint",
     "find_latest_checkpoint",
     "open_checkpoint",
+    "step_folder",
+    "step_folders",
     "write_checkpoint",
 ]

@@ -10,7 +10,7 @@ and by nothing else. What is read:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.store import write_checkpoint
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.parallel.zero.partition import load_deepspeed
 from shoal.types import TrainState
+
+Shapes = dict[str, torch.Size]
+"""Of the trained parameters, in the order in which ZeRO laid them out."""
 
 
 @dataclass(frozen=True)
@@ -46,53 +49,43 @@ def import_deepspeed(trusted: Path, out: Path) -> Imported:
     load_deepspeed(torch.device("cpu"))  # its pickles name its classes
     models, files = _load(folder, "model_states"), _load(folder, "optim_states")
     try:
-        whole = _put_together(models, [file["optimizer_state_dict"] for file in files])
+        step, parts = int(models[0].get("global_steps", 0)), [file["optimizer_state_dict"] for file in files]
+        stage = int(parts[0].get("zero_stage", 1))  # with bf16 weights and fp32 sums, stage 1 does not say
+        state, names = _put_together(models, parts, stage)
     except Exception as error:  # there is no format, only what some version happened to pickle
-        told = " ".join(str(error).split())[:200]
-        what = told if isinstance(error, _Unlike) else f"{type(error).__name__} {told}"
+        what = one_line(error) if isinstance(error, _Unlike) else f"{type(error).__name__} {one_line(error)}"
         raise UserError(f"{folder} is not laid out as shoal knows: {what}") from None
     layout = {"strategy": "deepspeed", "world_size": len(files), "data_size": len(files)}
-    about = {"layout": layout, "tied": whole.tied, "buffers": whole.buffers, "imported_from": str(folder)}
-    write_checkpoint(out, TrainState(whole.model, whole.optimizer), {"step": whole.step}, about)
-    slots = sorted({slot for slots in whole.optimizer.values() for slot in slots})
-    return Imported(out, whole.stage, len(files), whole.step, len(whole.model), slots)
+    write_checkpoint(out, state, {"step": step}, {"layout": layout, **names, "imported_from": str(folder)})
+    slots = sorted({slot for slots in state.optimizer.values() for slot in slots})
+    return Imported(out, stage, len(files), step, len(state.model), slots)
 
 
 class _Unlike(Exception):
     """Says what is not as it should be."""
 
 
-@dataclass(frozen=True)
-class _Whole:
-    stage: int
-    step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Tensor]]
-    tied: dict[str, str]
-    buffers: list[str]
-
-
-def _put_together(models: list[Any], parts: list[Any]) -> _Whole:
-    first, ranks = models[0], len(parts)
-    stage = int(parts[0].get("zero_stage", 1))  # with bf16 weights and fp32 sums, stage 1 does not say
-    counts = parts[0]["partition_count"]
+def _put_together(models: list[Any], parts: list[Any], stage: int) -> tuple[TrainState, dict[str, Any]]:
+    """The whole state, and what the manifest says of its names."""
+    first, ranks, counts = models[0], len(parts), parts[0]["partition_count"]
     if stage not in (1, 2, 3) or (max(counts) if isinstance(counts, list) else counts) != ranks:
         raise _Unlike(f"it has the parts of {ranks} ranks, but was written by {counts} at ZeRO stage {stage}")
+    shapes: Shapes = {name: shape for group in first["param_shapes"] for name, shape in group.items()}
     flats = [part["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for part in parts]
     states = [part["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for part in parts]
-    cut = partial(_cut_stage_3 if stage == 3 else _cut_below_3, model=first, parts=parts)
+    cut = partial(_cut_stage_3 if stage == 3 else _cut_below_3, shapes=shapes, parts=parts)
     buffers = [*first["buffer_names"]]
     model = {name: first["module"][name] for name in buffers if name in first["module"]}
     model |= dict(_frozen(models, stage)) | dict(cut(flats))
+    model = {name: tensor.detach().contiguous() for name, tensor in model.items()}
     optimizer: dict[str, dict[str, Tensor]] = {}
     # A list is what zero_optimization.elastic_checkpoint writes.
     kept = [s if isinstance(s, list) else [s["state"].get(group, {}) for group in range(len(flats[0]))] for s in states]
     for slot in sorted({slot for group in kept[0] for slot, value in group.items() if value is not None}):
-        for name, value in _cut_slot(slot, [[group.get(slot) for group in rank] for rank in kept], cut, first):
+        for name, value in _cut_slot(slot, [[group.get(slot) for group in rank] for rank in kept], cut, shapes):
             optimizer.setdefault(name, {})[slot] = value
     tied = {alias: name for alias, name in dict(first.get("shared_params") or {}).items() if name in model}
-    model = {name: tensor.detach().contiguous() for name, tensor in model.items()}
-    return _Whole(stage, int(first.get("global_steps", 0)), model, optimizer, tied, buffers)
+    return TrainState(model, optimizer), {"tied": tied, "buffers": buffers}
 
 
 def _find(trusted: Path) -> Path:
@@ -110,16 +103,14 @@ def _find(trusted: Path) -> Path:
 
 def _load(folder: Path, kind: str) -> list[Any]:
     """The files of all ranks, in their order."""
-    files = sorted(
-        folder.glob(f"*{kind}.pt"), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)]
-    )
+    files = sorted(folder.glob(f"*{kind}.pt"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     if not files:
         raise UserError(f"--trust {folder}: there is no *{kind}.pt")
     load: Callable[..., Any] = torch.load
     try:
         return [load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
     except Exception as error:  # a damaged pickle fails in many ways
-        raise UserError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{folder} cannot be read: {one_line(error)}") from None
 
 
 def _frozen(models: list[Any], stage: int) -> Iterator[tuple[str, Tensor]]:
@@ -139,11 +130,7 @@ def _frozen(models: list[Any], stage: int) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _shapes(model: Any) -> dict[str, Any]:
-    return {name: shape for shapes in model["param_shapes"] for name, shape in shapes.items()}
-
-
-def _cut_below_3(flats: list[list[Tensor]], model: Any, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def _cut_below_3(flats: list[list[Tensor]], shapes: Shapes, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
     """A group is one stretch over all ranks, in an order of its own; each rank's file says where in its part what is.
 
     Lengths say nothing: what fills a part up is cut off the weights, and mostly not off what the optimizer keeps.
@@ -155,14 +142,14 @@ def _cut_below_3(flats: list[list[Tensor]], model: Any, parts: list[Any]) -> Ite
         for flat, places in zip(rank, part["param_slice_mappings"], strict=True):
             for name, place in places.items():
                 pieces.setdefault(name, []).append(flat[place.start : place.start + place.numel])
-    for name, shape in _shapes(model).items():
+    for name, shape in shapes.items():
         yield name, torch.cat(pieces[name]).view(*shape)
 
 
-def _cut_stage_3(flats: list[list[Tensor]], model: Any, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
+def _cut_stage_3(flats: list[list[Tensor]], shapes: Shapes, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
     """Each rank has its part of every parameter, one after the other, all as long as the first rank's."""
     ranks, start = [torch.cat([group.flatten() for group in rank]) for rank in flats], 0
-    for name, shape in _shapes(model).items():
+    for name, shape in shapes.items():
         share = ceil(prod(shape) / len(ranks))
         yield name, torch.cat([rank[start : start + share] for rank in ranks])[: prod(shape)].view(*shape)
         start += share
@@ -171,7 +158,7 @@ def _cut_stage_3(flats: list[list[Tensor]], model: Any, parts: list[Any]) -> Ite
 
 
 def _cut_slot(
-    slot: str, values: list[list[Any]], cut: Callable[..., Iterator[tuple[str, Tensor]]], model: Any
+    slot: str, values: list[list[Any]], cut: Callable[..., Iterator[tuple[str, Tensor]]], names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """What the optimizer keeps under one name: cut as the weights are, or one number for all."""
     dims = {value.ndim if isinstance(value, Tensor) else type(value) for rank in values for value in rank}
@@ -181,6 +168,5 @@ def _cut_slot(
     numbers = {float(value) for rank in values for value in rank} if dims <= {0, int, float} else set()
     if len(numbers) != 1:
         raise _Unlike(f"the optimizer's {slot} is neither laid out as weights are nor one number")
-    (number,) = numbers
-    for name in _shapes(model):
-        yield name, torch.tensor(number, dtype=torch.float32)
+    number = numbers.pop()
+    yield from ((name, torch.tensor(number, dtype=torch.float32)) for name in names)

@@ -10,29 +10,28 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.frozen_base import BaseProblem, Referenced, files_of, look_in
+from shoal.checkpoint.folders import discard, flush, swap_in
+from shoal.checkpoint.frozen_base import BaseProblem, files_of, look_in
 from shoal.checkpoint.inspect import open_step
-from shoal.checkpoint.rotation import check_same_model
-from shoal.checkpoint.safetensors_files import write_safetensors
-from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint
-from shoal.checkpoint.stored_tensor import Stored
+from shoal.checkpoint.latest import check_same_model
+from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, write_safetensors
+from shoal.checkpoint.store import Checkpoint
 from shoal.config import check_run
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
+from shoal.tensors import DTYPES, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
 
-Kind = Literal["hf", "safetensors", "torch"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = "5GB"
 SAME_OUTPUT = {torch.float32: 1e-4}
 SAME_HALF_OUTPUT = 2e-2
@@ -55,7 +54,7 @@ class Exported:
     """What was written and compared."""
 
     path: Path
-    kind: Kind
+    kind: str
     tensors: int
     nbytes: int
     dtype: str
@@ -71,9 +70,10 @@ class Source:
     adapter_only: bool = False
 
     @cached_property
-    def stored(self) -> dict[str, Stored | Referenced]:
+    def stored(self) -> dict[str, StoredTensor]:
         """The model's tensors in the checkpoint, and those that it refers to unless they are to be left out."""
-        own = {name: value for name, value in self.checkpoint.stored().model.items() if isinstance(value, Stored)}
+        tensors = self.checkpoint.tensors.items()
+        own = {name.removeprefix("model/"): tensor for name, tensor in tensors if name.startswith("model/")}
         return {**own, **({} if self.adapter_only else self.checkpoint.base)}
 
     @property
@@ -111,8 +111,8 @@ def export(
 
     Frozen weights that it refers to are read where they were, or in `base`; `adapter_only` leaves them out.
     """
-    if to not in get_args(Kind):
-        raise UserError(f"--to {to} is not one of {', '.join(get_args(Kind))}")
+    if to not in _WRITERS:
+        raise UserError(f"--to {to} is not one of {', '.join(_WRITERS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     checkpoint = _find_base(open_step(step_dir), to, base, adapter_only)
@@ -120,18 +120,13 @@ def export(
     if out.resolve().is_relative_to(step_dir.resolve()):
         raise UserError(f"{out} is inside the checkpoint, which nothing may be added to; choose another place")
     source = Source(checkpoint, DTYPES[dtype] if dtype else None, adapter_only)
-    write: Callable[[Source, Path], tuple[str, ...]] = {
-        "hf": _write_hf,
-        "safetensors": _write_safetensors,
-        "torch": _write_torch,
-    }[to]
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        _remove(beside)
-        notes = write(source, beside)
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        discard(beside)
+        notes = _WRITERS[to](source, beside)
         nbytes = _settle(beside)
-        _swap_in(beside, out.absolute())
+        swap_in(beside, out.absolute())
     except DamagedCheckpoint as error:
         raise UserError(f"damaged checkpoint: {error}") from None
     except BaseProblem as problem:
@@ -139,13 +134,12 @@ def export(
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
     finally:
-        _remove(beside)
-    kind: Kind = to  # type: ignore[assignment]  # it is one of them
+        discard(beside)
     if checkpoint.base:
-        files = ", ".join(map(str, files_of(checkpoint.base)))
+        files = ", ".join(files_of(checkpoint.base))
         whole = f"{len(checkpoint.base)} frozen tensors are from {files}"
         notes = (f"the adapter alone, to frozen weights in {files}" if adapter_only else whole, *notes)
-    return Exported(out, kind, len(source.stored), nbytes, dtype or "as stored", notes)
+    return Exported(out, to, len(source.stored), nbytes, dtype or "as stored", notes)
 
 
 def _find_base(checkpoint: Checkpoint, to: str, place: Path | None, adapter_only: bool) -> Checkpoint:
@@ -159,11 +153,10 @@ def _find_base(checkpoint: Checkpoint, to: str, place: Path | None, adapter_only
         raise UserError("--to hf writes whole models; give --adapter-only with --to safetensors or --to torch")
     if adapter_only and place:
         raise UserError("--adapter-only leaves the base out, and --base says where it is; give one of them")
-    if adapter_only:
-        return checkpoint
     if place:
         return replace(checkpoint, base=look_in(place, checkpoint.base))
-    if problem := next(filter(None, files_of(checkpoint.base).values()), None):
+    problem = next(filter(None, files_of(checkpoint.base).values()), None)
+    if problem and not adapter_only:
         raise UserError(_without_base(checkpoint, problem))
     return checkpoint
 
@@ -176,23 +169,12 @@ def _without_base(checkpoint: Checkpoint, problem: object) -> str:
 
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
-    write_safetensors(path, {name: _Later(source, name) for name in source.stored})  # type: ignore[misc]
+    shapes = {n: torch.empty(t.shape, dtype=source.dtype_of(n), device="meta") for n, t in source.stored.items()}
+    write_safetensors(path, shapes, source.read)  # one in memory at a time
     _compare(source, load_file(path))
     if source.tied:
         return (f"tied, so there once: {', '.join(f'{a} is {n}' for a, n in source.tied.items())}",)
     return ()
-
-
-class _Later:
-    """Stands for a tensor until the writer wants its bytes, so that one is in memory at a time."""
-
-    def __init__(self, source: Source, name: str):
-        self.source, self.name = source, name
-        self.dtype, self.shape = source.dtype_of(name), torch.Size(source.stored[name].shape)
-        self.nbytes = self.dtype.itemsize * self.shape.numel()
-
-    def detach(self) -> Tensor:
-        return self.source.read(self.name)
 
 
 def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
@@ -203,7 +185,7 @@ def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
     try:
         torch.save(weights, path)
     except RuntimeError as error:  # torch's word for a full disk
-        raise OSError(" ".join(str(error).split())[:200]) from None
+        raise OSError(one_line(error)) from None
     del weights
     _compare(source, torch.load(path, map_location="cpu", weights_only=True, mmap=True), source.tied)
     return ()
@@ -261,23 +243,16 @@ def _build(recipe: Any, source: Source) -> Any:
         with parameters_on_meta():
             model = recipe.build_model()
     except (RuntimeError, MemoryError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the model in the config of {source.checkpoint.folder} cannot be built: {reason}") from None
-    named = model.state_dict(keep_vars=True)
-    firsts = {id(tensor): name for name, tensor in reversed(named.items())}  # of what is tied, the first name
-    shapes = {name: [*named[name].shape] for name in firsts.values()}
+        folder = source.checkpoint.folder
+        raise UserError(f"the model in the config of {folder} cannot be built: {one_line(error)}") from None
+    named = [*tensors_with_names(model)]
+    shapes = {names[0]: [*tensor.shape] for tensor, names in named}
     check_same_model(source.checkpoint, shapes, "its config was changed, so --to safetensors is what is left")
-    filled: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in filled:
-                    value = source.read(firsts[id(parameter)])
-                    filled[id(parameter)] = nn.Parameter(value.clone(), requires_grad=False)
-                module._parameters[key] = filled[id(parameter)]
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) in firsts:
-                buffer.copy_(source.read(firsts[id(buffer)]))
+    first_names = {id(tensor): names[0] for tensor, names in named}
+    replace_parameters(model, lambda p: nn.Parameter(source.read(first_names[id(p)]).clone(), requires_grad=False))
+    for buffer in model.buffers():
+        if id(buffer) in first_names:
+            buffer.copy_(source.read(first_names[id(buffer)]))
     return model.eval()
 
 
@@ -323,10 +298,9 @@ def _quiet_transformers() -> Iterator[Any]:
     """The package, without its progress bars, and without the words of DeepSpeed, which it imports if that is there."""
     import transformers
 
-    bars: Any = transformers.utils.logging
-    shown = bars.is_progress_bar_enabled()
-    deepspeed = logging.getLogger("DeepSpeed")
-    heard, deepspeed.disabled = deepspeed.disabled, True
+    bars, deepspeed = transformers.utils.logging, logging.getLogger("DeepSpeed")
+    shown, heard = bars.is_progress_bar_enabled(), deepspeed.disabled
+    deepspeed.disabled = True
     bars.disable_progress_bar()
     try:
         yield transformers
@@ -343,22 +317,17 @@ def _compare(
     may_have_more: bool = False,
 ) -> None:
     """Every tensor as it was, to the bit, and no other. A library may widen what it opens."""
-    for name in source.stored:
-        expected = source.read(name)
+    names = {**{name: name for name in source.stored}, **(aliases or {})}
+    for name, stored_name in names.items():
+        expected = source.read(stored_name)
         if name not in reloaded or not _same_bits(reloaded[name].to(expected.dtype), expected):
             raise UserError(f"{name} did not come back from the exported file as it was; nothing was exported")
-    for alias, name in (aliases or {}).items():
-        if alias not in reloaded or not torch.equal(reloaded[alias], reloaded[name]):
-            raise UserError(f"{alias} did not come back from the exported file as it was; nothing was exported")
-    if not may_have_more and (more := reloaded.keys() - source.stored.keys() - (aliases or {}).keys()):
+    if not may_have_more and (more := reloaded.keys() - names.keys()):
         raise UserError(f"the exported file has {min(more)!r}, which the checkpoint has not; nothing was exported")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    flat, other = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(flat, other)
+    return a.shape == b.shape and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _check_place(out: Path, to: str, force: bool) -> None:
@@ -383,25 +352,12 @@ def _settle(path: Path) -> int:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
         file.chmod(0o666 & ~mask)
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        flush(file)
     return sum(file.stat().st_size for file in files)
 
 
-def _swap_in(beside: Path, out: Path) -> None:
-    if not out.is_dir():
-        beside.replace(out)
-        return
-    old = out.with_name(f".{out.name}.old")
-    _remove(old)
-    out.rename(old)
-    beside.rename(out)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+_WRITERS: dict[str, Callable[[Source, Path], tuple[str, ...]]] = {
+    "hf": _write_hf,
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+}

@@ -10,32 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.checkpoint.frozen_base import Base, Referenced
-from shoal.checkpoint.rotation import CheckpointManager, find_latest_checkpoint
-from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint
-from shoal.errors import UserError
-from shoal.tensors import logical_shape
+from shoal.checkpoint.folders import step_folders
+from shoal.checkpoint.frozen_base import Base, Referenced, files_of
+from shoal.checkpoint.latest import compare_shapes, find_latest_checkpoint
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.pieces import READ_ERRORS, DamagedCheckpoint
+from shoal.checkpoint.store import open_checkpoint
+from shoal.errors import UserError, one_line
+from shoal.tensors import logical_shape, tensors_with_names
 
 KEY = "checkpoint.init_from"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Where others put the weights in a file that holds more than them."""
-
-
-def about_names(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint's tensors alone do not tell: other names of what is tied, and which are buffers."""
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if first.setdefault(id(tensor), name) != name:
-            tied[name] = first[id(tensor)]
-    parameters = {id(parameter) for parameter in model.parameters()}
-    return {"tied": tied, "buffers": [name for key, name in first.items() if key not in parameters]}
 
 
 def weights_for(
@@ -51,52 +42,45 @@ def weights_for(
     come alone: what it refers to, or what is frozen in this run's `base`, the model keeps as it is. All ranks call it.
     `elsewhere` are names that other ranks have, as stages of a pipeline do.
     """
-    (stored, referenced), shapes = open_weights(path), dict[str, list[int]]()
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-        shapes[name] = [*logical_shape(tensor)]
-    weights: dict[str, Any] = {}
-    everything, lacking = {**stored, **referenced}, []
-    strangers = everything.keys() - shapes.keys() - set(elsewhere)
-    differences = [f"{name} {_shape(everything[name])} there, absent here" for name in strangers]
-    for first, *aliases in names.values():
-        there = [name for name in (first, *aliases) if name in everything]
-        if not there and base and first in base.references:
-            lacking.append(first)
-        elif not there:
-            differences.append(f"{first} absent there, {shapes[first]} here")
-        for name in there:
-            if _shape(everything[name]) != shapes[name]:
-                differences.append(f"{name} {_shape(everything[name])} there, {shapes[name]} here")
-            elif name != there[0] and not torch.equal(_whole(everything[name]), _whole(everything[there[0]])):
-                raise UserError(f"{KEY} = {path!r}: {there[0]} and {name} differ, but are one tensor in this model")
-        weights |= {first: stored[there[0]]} if there and there[0] in stored else {}
-    if differences:
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+    stored, referenced = open_weights(path)
+    everything: dict[str, Any] = {**stored, **referenced}
+    shapes: dict[str, list[int]] = {}
+    found: dict[str, list[str]] = {}
+    lacking: dict[str, Referenced] = {}
+    for tensor, names in tensors_with_names(model):
+        first, present = names[0], [name for name in names if name in everything]
+        found[first] = present
+        if base and first in base.references and not present:
+            lacking[first] = base.references[first]
+        else:
+            shapes |= {name: [*logical_shape(tensor)] for name in present or [first]}
+    there = {name: [*value.shape] for name, value in everything.items() if name in shapes or name not in elsewhere}
+    if differences := compare_shapes(there, shapes):
         raise UserError(
-            f"{KEY} = {path!r} holds the weights of another model: {'; '.join(sorted(differences)[:3])}{more}; "
-            "name weights of the model in this config"
+            f"{KEY} = {path!r} holds the weights of another model: {differences}; name weights of the model in this "
+            "config"
         )
+    for first, *others in filter(None, found.values()):
+        for name in others:
+            if not torch.equal(_read(everything[name]), _read(everything[first])):
+                raise UserError(f"{KEY} = {path!r}: {first} and {name} differ, but are one tensor in this model")
     if referenced and not (base and base.has(referenced)):
         warn(
-            f"{KEY} = {path!r} is an adapter to frozen weights in {_files(referenced)}, which are not what this run "
-            f"has: the adapter alone is taken, and {len(referenced)} tensors stay as they are here"
+            f"{KEY} = {path!r} is an adapter to frozen weights in {', '.join(files_of(referenced))}, which are not "
+            f"what this run has: the adapter alone is taken, and {len(referenced)} tensors stay as they are here"
         )
-    elif base and lacking:
-        own = _files({name: base.references[name] for name in lacking})
-        warn(f"{KEY} = {path!r} is an adapter alone: {len(lacking)} frozen tensors stay as they are in {own}")
-    return weights
+    elif lacking:
+        files = ", ".join(files_of(lacking))
+        warn(f"{KEY} = {path!r} is an adapter alone: {len(lacking)} frozen tensors stay as they are in {files}")
+    return {name: stored[names[0]] for name, names in found.items() if names and names[0] in stored}
 
 
 def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, Referenced]]:
-    """Name → a tensor in a mapped file, or a Stored; and what a checkpoint only refers to."""
+    """Name → a tensor in a mapped file, or a StoredTensor; and what a checkpoint only refers to."""
     place = Path(path).expanduser()
     if not place.exists():
         raise UserError(f"{KEY} = {path!r}: there is no such file or folder")
-    if place.is_file():
-        return _read_file(place), {}
-    if CheckpointManager(place).steps():
+    if step_folders(place):
         newest = find_latest_checkpoint(place)
         if newest is None:
             raise UserError(f"{KEY} = {path!r}: all checkpoints in it are damaged")
@@ -108,14 +92,17 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, Referenced]
         except DamagedCheckpoint as error:
             raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
     weights: dict[str, Tensor] = {}
-    for file in _files_in(place):
-        weights |= _read_safetensors(file)
+    for file in [place] if place.is_file() else _files_in(place):
+        weights |= _read_file(file)
     return weights, {}
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        try:
+            return load_file(path)  # mapped into memory: what is not used of it is not read
+        except READ_ERRORS as error:
+            raise UserError(f"{KEY}: {path} cannot be read as safetensors: {one_line(error)}") from None
     if path.suffix in _TORCH_SUFFIXES:
         return _read_torch(path)
     raise UserError(
@@ -140,14 +127,6 @@ def _files_in(folder: Path) -> list[Path]:
     raise UserError(f"{KEY} = {str(folder)!r} is no checkpoint and has no {_SINGLE}; name the file of weights itself")
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Mapped into memory: what is not used of it is not read."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(f"{KEY}: {path} cannot be read as safetensors: {_one_line(error)}") from None
-
-
 def _read_torch(path: Path) -> dict[str, Tensor]:
     """A state dict, by the unpickler that knows tensors alone."""
     load: Callable[..., Any] = torch.load
@@ -163,7 +142,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             "state dict alone, or as safetensors"
         ) from None
     except Exception as error:  # a hostile or damaged file fails in many ways
-        raise UserError(f"{KEY}: {path} cannot be read as a torch file: {_one_line(error)}") from None
+        raise UserError(f"{KEY}: {path} cannot be read as a torch file: {one_line(error)}") from None
     if isinstance(loaded, dict):
         loaded = next((loaded[key] for key in _NESTED if isinstance(loaded.get(key), dict)), loaded)
     if not isinstance(loaded, dict) or not all(
@@ -174,18 +153,6 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     return dict(loaded)
 
 
-def _files(references: Mapping[str, Referenced]) -> str:
-    return ", ".join(sorted({str(reference.path) for reference in references.values()}))
-
-
-def _shape(value: Any) -> list[int]:
-    return [*value.shape]
-
-
-def _whole(value: Any) -> Tensor:
+def _read(value: Any) -> Tensor:
     whole: Tensor = value if isinstance(value, Tensor) else value.read()
     return whole
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fnmatch import fnmatch
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.folders import damage_note, is_step_folder, remove_checkpoint, step_folders, step_of
 from shoal.checkpoint.frozen_base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
-from shoal.checkpoint.rotation import CheckpointManager, note_of_damage
-from shoal.checkpoint.store import MANIFEST, ROOMS, TRAINER, Checkpoint, DamagedCheckpoint, open_checkpoint
-from shoal.checkpoint.stored_tensor import Stored, tensor_digest
+from shoal.checkpoint.manifest import MANIFEST, SECTIONS, dtype_name
+from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, tensor_digest
+from shoal.checkpoint.store import TRAINER, Checkpoint, open_checkpoint
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 
@@ -42,7 +42,8 @@ class Listed:
     """A line of `ls`: what the manifest says, without reading tensors."""
 
     path: str
-    step: int
+    step: int | None
+    """None for a checkpoint whose folder is not named after a step."""
     when: str
     bytes: int
     layout: str | None = None
@@ -55,26 +56,10 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one checkpoint holds."""
-
-    path: str
-    position: dict[str, Any]
-    layout: dict[str, Any]
-    versions: dict[str, Any]
-    metrics: dict[str, Any]
-    config: dict[str, Any]
-    tensors: list[dict[str, Any]]
-    slots: list[dict[str, Any]]
-    base: dict[str, str | None]
-    """Files that it refers to for frozen weights, and why they cannot be used, if so."""
-    base_tensors: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Verified:
     """Whether a checkpoint is whole."""
 
+    path: str
     problem: str | None = None
     """What is damaged: in the folder, or in the files that it refers to."""
     missing: str | None = None
@@ -95,8 +80,7 @@ class Differing:
     @property
     def slot(self) -> str | None:
         """Of the optimizer, such as exp_avg, if it is a moment."""
-        room, _, rest = self.name.partition("/")
-        return rest.partition("/")[0] if room == "optimizer" else None
+        return _slot(self.name)
 
 
 @dataclass(frozen=True)
@@ -113,14 +97,10 @@ class Difference:
     def equal(self) -> bool:
         return not (self.only_in_a or self.only_in_b or self.position or self.tensors)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"equal": self.equal, **asdict(self)}
-
 
 def open_step(path: Path) -> Checkpoint:
     """The checkpoint in a step folder, or a UserError that says what the path is instead."""
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give a step folder" if path.exists() else f"there is no folder {path}")
+    _check_folder(path, "a step folder")
     if steps := _steps(path):
         raise UserError(f"{path} is a run folder; give one of its step folders, such as {steps[-1]}")
     try:
@@ -135,64 +115,53 @@ def open_step(path: Path) -> Checkpoint:
 
 def list_checkpoints(run: Path) -> list[Listed]:
     """The checkpoints of a run, oldest first, with those that are damaged; or a checkpoint that is by itself."""
-    if not run.is_dir():
-        raise UserError(f"{run} is a file; give a run folder" if run.exists() else f"there is no folder {run}")
+    _check_folder(run, "a run folder")
     steps = [run] if (run / MANIFEST).exists() else _steps(run)
     if not steps:
         raise UserError(f"{run} holds no checkpoints; give a run folder, which has checkpoints/step_…")
     return [_listed(folder) for folder in steps]
 
 
-def show(checkpoint: Checkpoint) -> Shown:
-    state, manifest = checkpoint.stored(), checkpoint.manifest
-    slots: dict[str, list[Stored]] = {}
-    for of_parameter in state.optimizer.values():
-        for slot, stored in of_parameter.items():
-            slots.setdefault(slot, []).append(_lazy(stored))
-    return Shown(
-        path=str(checkpoint.folder),
-        position=_position(checkpoint),
-        layout=_dict(manifest.get("layout")),
-        versions=_dict(manifest.get("versions")),
-        metrics=_dict(checkpoint.trainer.get("metrics")),
-        config={key: value for key in HIGHLIGHTS if (value := _value(manifest.get("config"), key)) is not None},
-        tensors=[_describe(name, _lazy(stored)) for name, stored in state.model.items()],
-        slots=[
-            {"name": slot, "tensors": len(tensors), "bytes": sum(map(_nbytes, tensors))}
-            for slot, tensors in sorted(slots.items())
-        ],
-        base=_base_files(checkpoint),
-        base_tensors=[
-            {**_describe(name, reference), "file": str(reference.path)} for name, reference in checkpoint.base.items()
-        ],
-    )
+def show(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What one checkpoint holds, as `shoal checkpoint show --json` prints it."""
+    manifest, tensors = checkpoint.manifest, checkpoint.tensors
+    described = {name: _describe(name.partition("/")[2], tensor) for name, tensor in tensors.items()}
+    slots: dict[str, list[int]] = {}
+    for name in tensors:
+        if slot := _slot(name):
+            slots.setdefault(slot, []).append(described[name]["bytes"])
+    return {
+        "path": str(checkpoint.folder),
+        "position": _position(checkpoint),
+        "layout": _dict(manifest.get("layout")),
+        "versions": _dict(manifest.get("versions")),
+        "metrics": _dict(checkpoint.trainer.get("metrics")),
+        "config": {key: value for key in HIGHLIGHTS if (value := _value(manifest.get("config"), key)) is not None},
+        "tensors": [row for name, row in described.items() if name.startswith("model/")],
+        "slots": [{"name": slot, "tensors": len(n), "bytes": sum(n)} for slot, n in sorted(slots.items())],
+        "base": files_of(checkpoint.base),
+        "base_tensors": [{**_describe(name, t), "file": str(t.source.path)} for name, t in checkpoint.base.items()],
+    }
 
 
-def verify(
-    path: Path, told: Callable[[Path, Verified], None] = lambda folder, verified: None, base: Path | None = None
-) -> dict[str, Verified]:
-    """Reads every byte of a checkpoint, or of all of a run, and compares every digest: folder → what is wrong.
+def verify(path: Path, base: Path | None = None) -> Iterator[Verified]:
+    """Reads every byte of a checkpoint, or of all of a run one after another, and compares every digest.
 
     Frozen weights that it refers to are read where they were, or in `base`; those of a run once for all.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; give a folder" if path.exists() else f"there is no folder {path}")
+    _check_folder(path, "a folder")
     folders = _steps(path)
     if not folders and not (path / MANIFEST).exists() and not _looks_like_a_step(path):
         raise UserError(f"{path} is neither a checkpoint nor a run that has some")
-    everything: dict[str, Verified] = {}
     files = BaseFiles()
     for folder in folders or [path]:
         try:
             checkpoint = open_checkpoint(folder)
             for stored in checkpoint.tensors.values():
                 stored.check()
-            verified = Verified(missing=_verify_base(checkpoint, files, base))
+            yield Verified(str(folder), missing=_verify_base(checkpoint, files, base))
         except (DamagedCheckpoint, UserError) as error:
-            verified = Verified(problem=str(error))
-        everything[str(folder)] = verified
-        told(folder, verified)
-    return everything
+            yield Verified(str(folder), problem=str(error))
 
 
 def _verify_base(checkpoint: Checkpoint, files: BaseFiles, place: Path | None) -> str | None:
@@ -215,7 +184,7 @@ def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
     To the bit, unless `rtol` is given: then a tensor may differ by that much of its largest value. What a layout keeps
     for itself (a loss scale) is compared where both have it.
     """
-    left, right = _everything(a), _everything(b)
+    left, right = a.everything, b.everything
     shared = sorted(left.keys() & right.keys())
     differing = [found for name in shared if (found := _compare(name, left[name], right[name], rtol))]
     here, there = _position(a), _position(b)
@@ -240,26 +209,25 @@ def remove(path: Path, force: bool = False) -> None:
     folder = path.resolve()
     if not force and folder.parent.name == "checkpoints" and _newest_whole(folder.parent) == folder:
         raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it all the same")
-    gone = folder.with_name(f".{folder.name}.removed")
     try:
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.rename(gone)
-        shutil.rmtree(gone)
+        remove_checkpoint(folder)
     except OSError as error:
         raise UserError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 def _newest_whole(run: Path) -> Path | None:
     """The newest checkpoint of a run whose every byte is as it was written."""
-    for folder in reversed(_steps(run)):
-        if verify(folder)[str(folder)].problem is None:
-            return folder.resolve()
-    return None
+    return next((f.resolve() for f in reversed(_steps(run)) if next(verify(f)).problem is None), None)
+
+
+def _check_folder(path: Path, kind: str) -> None:
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give {kind}" if path.exists() else f"there is no folder {path}")
 
 
 def _steps(run: Path) -> list[Path]:
     """The step folders of a run folder, or of its checkpoints folder."""
-    return CheckpointManager(run.parent if run.name == "checkpoints" else run).steps()
+    return step_folders(run.parent if run.name == "checkpoints" else run)
 
 
 def _looks_like_a_step(path: Path) -> bool:
@@ -267,26 +235,26 @@ def _looks_like_a_step(path: Path) -> bool:
 
 
 def _is_ours(entry: Path) -> bool:
-    ours = [MANIFEST, TRAINER, *(f"{room}{rest}.safetensors" for room in ROOMS for rest in ("", "-*-of-*"))]
+    ours = [MANIFEST, TRAINER, *(f"{section}{rest}.safetensors" for section in SECTIONS for rest in ("", "-*-of-*"))]
     return entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in ours)
 
 
 def _listed(folder: Path) -> Listed:
     written = folder / MANIFEST if (folder / MANIFEST).exists() else folder
-    about: dict[str, Any] = {
-        "path": str(folder),
-        "step": int(folder.name.removeprefix("step_")),
-        "when": datetime.fromtimestamp(written.stat().st_mtime).isoformat(" ", "seconds"),
-        "bytes": sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
-    }
+    row = Listed(
+        path=str(folder),
+        step=step_of(folder) if is_step_folder(folder) else None,
+        when=datetime.fromtimestamp(written.stat().st_mtime).isoformat(" ", "seconds"),
+        bytes=sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
+    )
     try:
         checkpoint = open_checkpoint(folder)
     except (DamagedCheckpoint, UserError) as error:
-        return Listed(**about, problem=str(error))
-    if note_of_damage(folder).exists():
-        return Listed(**about, problem=f"{folder}: a run could not read it and passed it over")
+        return replace(row, problem=str(error))
+    if damage_note(folder).exists():
+        return replace(row, problem=f"{folder}: a run could not read it and passed it over")
     layout, metrics = _dict(checkpoint.manifest.get("layout")), _dict(checkpoint.trainer.get("metrics"))
-    return Listed(**about, layout=say_layout(layout), metrics=metrics, base=_base_files(checkpoint))
+    return replace(row, layout=say_layout(layout), metrics=metrics, base=files_of(checkpoint.base))
 
 
 def say_layout(layout: dict[str, Any]) -> str:
@@ -303,27 +271,15 @@ def _position(checkpoint: Checkpoint) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.trainer.items() if key != "metrics"}
 
 
-def _base_files(checkpoint: Checkpoint) -> dict[str, str | None]:
-    return {str(path): problem for path, problem in files_of(checkpoint.base).items()}
+def _describe(name: str, tensor: StoredTensor) -> dict[str, Any]:
+    nbytes = tensor.dtype.itemsize * prod(tensor.shape)
+    return {"name": name, "shape": [*tensor.shape], "dtype": dtype_name(tensor.dtype), "bytes": nbytes}
 
 
-def _everything(checkpoint: Checkpoint) -> dict[str, Stored | Referenced]:
-    """By room and name; what is frozen belongs to the model, wherever it is."""
-    return {**checkpoint.tensors, **{f"model/{name}": reference for name, reference in checkpoint.base.items()}}
-
-
-def _describe(name: str, stored: Stored | Referenced) -> dict[str, Any]:
-    dtype = str(stored.dtype).removeprefix("torch.")
-    return {"name": name, "shape": [*stored.shape], "dtype": dtype, "bytes": _nbytes(stored)}
-
-
-def _nbytes(stored: Stored | Referenced) -> int:
-    return stored.dtype.itemsize * torch.Size(stored.shape).numel()
-
-
-def _lazy(value: Any) -> Stored:
-    assert isinstance(value, Stored)
-    return value
+def _slot(name: str) -> str | None:
+    """Of the optimizer, such as exp_avg, if the tensor is a moment."""
+    section, _, rest = name.partition("/")
+    return rest.partition("/")[0] if section == "optimizer" else None
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -341,7 +297,7 @@ def _not_of_a_layout(names: set[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("strategy/"))
 
 
-def _compare(name: str, a: Stored | Referenced, b: Stored | Referenced, rtol: float | None) -> Differing | None:
+def _compare(name: str, a: StoredTensor, b: StoredTensor, rtol: float | None) -> Differing | None:
     if a.shape != b.shape:
         return Differing(name, problem=f"{[*a.shape]} in one, {[*b.shape]} in the other")
     if a.dtype != b.dtype and rtol is None:
@@ -366,15 +322,12 @@ def _compare(name: str, a: Stored | Referenced, b: Stored | Referenced, rtol: fl
     return None if rtol is not None and relative <= rtol else Differing(name, max_abs, relative)
 
 
-def _same_digest(a: Stored | Referenced, b: Stored | Referenced) -> bool:
+def _same_digest(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two tensors are known to be equal without looking for a base, which may not be there."""
-    if isinstance(a, Stored):
-        a, b = b, a
-    if isinstance(a, Stored):
+    if not isinstance(a, Referenced) and not isinstance(b, Referenced):
         return False
-    if isinstance(b, Referenced):
-        return a.same_as(b) and a.dtype == b.dtype
-    return a.file_dtype == a.dtype == b.dtype and tensor_digest(b.read()) == a.sha256
+    digests = (t.source.sha256 if isinstance(t, Referenced) else tensor_digest(t.read()) for t in (a, b))
+    return (a.dtype, a.pieces[0].dtype) == (b.dtype, b.pieces[0].dtype) and next(digests) == next(digests)
 
 
 def _in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""The ranks that write a checkpoint together, and how they agree."""
+"""The ranks that write a checkpoint together, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shoal.checkpoint.regions import WrongLayout
+from shoal.errors import UserError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks; `group` is for talking in the background, while others talk in theirs."""
+    """All ranks. A thread in the background needs a `group` of its own, because others talk in theirs meanwhile."""
 
     group: dist.ProcessGroup | None = None
     alone: bool = False
@@ -33,28 +34,36 @@ class Peers:
     def size(self) -> int:
         return dist.get_world_size() if self._together else 1
 
-    def agree(self, task: Callable[[], T]) -> T:
-        """Does `task` on every rank, or raises the first rank's error on every rank."""
+    def run_together(self, task: Callable[[], T]) -> T:
+        """Runs `task` on every rank, or raises the first rank's error on every rank."""
         error: Exception | None = None
         try:
             result = task()
-        except (OSError, WrongLayout) as caught:
+        except (OSError, WrongLayout, UserError) as caught:
             error = caught
-        for problem in self.tell_all(error):
+        for problem in self.all_gather(error):
             if problem:
                 raise problem
         return result
 
-    def tell_all(self, value: T) -> list[T]:
-        """All ranks' values, on every rank."""
+    def run_on_first(self, task: Callable[[], T]) -> T | None:
+        """Runs `task` on rank 0 alone, or raises its error on every rank."""
+        return self.run_together(lambda: task() if self.rank == 0 else None)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Returns all ranks' values, on every rank."""
         if not self._together:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def union(self, named: dict[str, T]) -> dict[str, T]:
+        """Returns the entries of all ranks' dictionaries, on every rank."""
+        return {name: value for entries in self.all_gather(named) for name, value in entries.items()}
+
     def gather(self, value: T) -> list[T]:
-        """All ranks' values on rank 0, which alone has to hold them; nothing on the others."""
+        """Returns all ranks' values on rank 0, which alone has to hold them; nothing on the others."""
         if not self._together:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -62,12 +71,19 @@ class Peers:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """To every rank its own of rank 0's."""
+        """Returns to each rank its one of rank 0's values."""
         if not self._together:
             return values[0]
         received: list[Any] = [None]
         dist.scatter_object_list(received, values if self.rank == 0 else None, group=self.group)
         return received[0]
+
+    def broadcast(self, value: T) -> T:
+        """Returns rank 0's value, on every rank."""
+        values = [value]
+        if self._together:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
 
 ALL, ALONE = Peers(), Peers(alone=True)

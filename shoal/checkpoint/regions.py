@@ -18,7 +18,7 @@ class WrongLayout(Exception):
     """What the ranks hold does not make up the tensors they say it is of: a mistake in a layout, never the user's."""
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A rectangular part: where it begins in the logical tensor and how long its sides are."""
 
     offset: tuple[int, ...]
@@ -28,13 +28,13 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return prod(self.shape)
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: Region) -> Region | None:
         starts = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
         sides = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, sides) if all(side > 0 for side in sides) else None
+        return Region(starts, sides) if all(side > 0 for side in sides) else None
 
-    def within(self, other: Box) -> tuple[slice, ...]:
+    def within(self, other: Region) -> tuple[slice, ...]:
         """How to index a tensor that holds `other` to get this part of it."""
         starts = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + side) for start, side in zip(starts, self.shape, strict=True))
@@ -49,7 +49,7 @@ class Held:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box | None
+    region: Region | None
     """Where this rank's part lies in the tensor; None if the tensor belongs to another stage of a pipeline."""
 
     @property
@@ -58,14 +58,14 @@ class Held:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+def whole_region(shape: Sequence[int]) -> Region:
+    return Region((0,) * len(shape), tuple(shape))
 
 
-def local_box(tensor: Tensor) -> Box:
+def local_region(tensor: Tensor) -> Region:
     """The part of the logical tensor that this rank holds: all of it, or a DTensor's shard."""
     if not isinstance(tensor, DTensor):
-        return whole_box(tensor.shape)
+        return whole_region(tensor.shape)
     if tensor.device_mesh.get_coordinate() is None:
         raise WrongLayout(f"this rank holds a tensor {[*tensor.shape]}, but is not in its mesh")
     if any(type(placement) not in (Shard, StridedShard, Replicate) for placement in tensor.placements):
@@ -73,10 +73,10 @@ def local_box(tensor: Tensor) -> Box:
     shape, offset = shape_and_offset(tensor)
     if (held := tuple(tensor.to_local().shape)) != shape:
         raise WrongLayout(f"{tensor.placements} of {[*tensor.shape]} should be {shape} here, but is {held}")
-    return Box(offset, shape)
+    return Region(offset, shape)
 
 
-def why_not_whole(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def why_not_whole(shape: Sequence[int], boxes: Sequence[Region]) -> str | None:
     """None if the boxes make up a tensor of this shape, every element once.
 
     Layouts cut each dimension by itself, so boxes are the cells of a grid. They are all of its cells, once each, if

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.checkpoint.inspect import Difference, Differing, Listed, Shown, Verified
+    from shoal.checkpoint.inspect import Difference, Differing
 
 app = typer.Typer(help="Look at checkpoints, compare, export or remove them.", no_args_is_help=True)
 
@@ -38,16 +40,17 @@ def ls(
     """List a run's checkpoints. Manifests are checked, tensors are not: that is `verify`."""
     from shoal.checkpoint.inspect import list_checkpoints
 
-    listed = list_checkpoints(run)
-    if as_json:
-        _print_json([{**asdict(row), "good": row.problem is None} for row in listed])
-    else:
-        _print(_table_of_checkpoints(listed))
-        for row in listed:
-            if row.problem:
-                _print(row.problem)
-        for file, problem in {file: problem for row in listed for file, problem in row.base.items()}.items():
-            _print(_say_base(file, problem))
+    rows = list_checkpoints(run)
+    table = _table("step", "when", "size", "written by", "worth", "")
+    for row in rows:
+        numbers = ((name, value) for name, value in row.metrics.items() if isinstance(value, float | int))
+        worth = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+        step, state = "?" if row.step is None else str(row.step), "good" if row.problem is None else "damaged"
+        _add(table, step, row.when, _size(row.bytes), row.layout or "?", worth, state)
+    base = {file: problem for row in rows for file, problem in row.base.items()}
+    problems = filter(None, (row.problem for row in rows))
+    data = [{**asdict(row), "good": row.problem is None} for row in rows]
+    _answer(as_json, data, table, *problems, *starmap(_say_base, base.items()))
 
 
 @app.command()
@@ -56,10 +59,7 @@ def show(step_dir: StepDir, as_json: AsJson = False, debug: Debug = False) -> No
     from shoal.checkpoint import inspect
 
     shown = inspect.show(inspect.open_step(step_dir))
-    if as_json:
-        _print_json(asdict(shown))
-    else:
-        _print_shown(shown)
+    _answer(as_json, shown, *_describe(shown))
 
 
 @app.command()
@@ -74,14 +74,14 @@ def verify(
     """Read every byte and compare every digest; exit 1 if anything is damaged."""
     from shoal.checkpoint import inspect
 
-    def tell(folder: Path, verified: Verified) -> None:
+    rows = []
+    for verified in inspect.verify(path, base):
+        rows.append({"good": verified.problem is None, **asdict(verified)})
         good = f"good; not looked at: its base {verified.missing}" if verified.missing else "good"
-        _print(f"{folder}  {good if verified.problem is None else f'DAMAGED: {verified.problem}'}")
-
-    everything = inspect.verify(path, (lambda folder, verified: None) if as_json else tell, base)
-    if as_json:
-        _print_json([{"path": p, "good": v.problem is None, **asdict(v)} for p, v in everything.items()])
-    if any(verified.problem for verified in everything.values()):
+        if not as_json:
+            _print(f"{verified.path}  {f'DAMAGED: {verified.problem}' if verified.problem else good}")
+    _answer(as_json, rows)
+    if not all(row["good"] for row in rows):
         raise typer.Exit(1)
 
 
@@ -105,10 +105,8 @@ def diff(
     if rtol is not None and not 0 <= rtol < float("inf"):
         raise UserError(f"--rtol {rtol} should be 0 or more, such as 1e-5")
     difference = inspect.diff(inspect.open_step(a), inspect.open_step(b), rtol)
-    if as_json:
-        _print_json(difference.as_dict())
-    else:
-        _print_difference(difference, a, b, rtol, everything)
+    data = {"equal": difference.equal, **asdict(difference)}
+    _answer(as_json, data, *_describe_difference(difference, a, b, rtol, everything))
     if not difference.equal:
         raise typer.Exit(1)
 
@@ -134,12 +132,8 @@ def export(
     from shoal.checkpoint.export import export as write
 
     done = write(step_dir, out, to, dtype, force, base, adapter_only)
-    if as_json:
-        _print_json({**asdict(done), "path": str(done.path)})
-        return
-    _print(f"{done.path}  {done.tensors} tensors, {_size(done.nbytes)}, {done.dtype}; opened again and compared: equal")
-    for note in done.notes:
-        _print(note)
+    told = f"{done.path}  {done.tensors} tensors, {_size(done.nbytes)}, {done.dtype}; opened again and compared: equal"
+    _answer(as_json, asdict(done), told, *done.notes)
 
 
 @app.command("import")
@@ -164,12 +158,13 @@ def import_(
             "checkpoint import --trust FOLDER OUT"
         )
     done = import_deepspeed(trust, out)
-    if as_json:
-        _print_json({**asdict(done), "path": str(done.path)})
-        return
     kept = f", optimizer {', '.join(done.slots)}" if done.slots else ""
-    _print(f"{done.path}  {done.tensors} tensors{kept}, of step {done.step} of ZeRO {done.stage} on {done.ranks} ranks")
-    _print(f"take the weights by checkpoint.init_from={done.path}, or all of it by strategy.load_checkpoint")
+    _answer(
+        as_json,
+        asdict(done),
+        f"{done.path}  {done.tensors} tensors{kept}, of step {done.step} of ZeRO {done.stage} on {done.ranks} ranks",
+        f"take the weights by checkpoint.init_from={done.path}, or all of it by strategy.load_checkpoint",
+    )
 
 
 @app.command()
@@ -183,48 +178,27 @@ def rm(
     from shoal.checkpoint.inspect import remove
 
     remove(step_dir, force)
-    if as_json:
-        _print_json({"removed": str(step_dir)})
-    else:
-        _print(f"removed {step_dir}")
+    _answer(as_json, {"removed": str(step_dir)}, f"removed {step_dir}")
 
 
-def _table_of_checkpoints(listed: list[Listed]) -> Table:
-    table = _table("step", "when", "size", "written by", "worth", "")
-    for row in listed:
-        worth = ", ".join(
-            f"{name} {value:.4g}" for name, value in row.metrics.items() if isinstance(value, float | int)
-        )
-        state = "good" if row.problem is None else "damaged"
-        _add(table, str(row.step), row.when, _size(row.bytes), row.layout or "?", worth, state)
-    return table
-
-
-def _print_shown(shown: Shown) -> None:
-    _print(f"checkpoint  {shown.path}")
+def _describe(shown: dict[str, Any]) -> Iterator[str | Table]:
+    yield f"checkpoint  {shown['path']}"
     for name in ("position", "layout", "metrics", "versions"):
-        section: dict[str, Any] = getattr(shown, name)
-        if section:
-            _print(f"{name:<10}  {', '.join(f'{key} {_plain(value)}' for key, value in section.items())}")
-    for key, value in shown.config.items():
-        _print(f"{key} = {_plain(value)}")
-    _print("")
+        if shown[name]:
+            yield f"{name:<10}  {', '.join(f'{key} {_plain(value)}' for key, value in shown[name].items())}"
+    yield from (f"{key} = {_plain(value)}" for key, value in shown["config"].items())
     tensors = _table("tensor", "shape", "dtype", "size")
-    for row in shown.tensors:
+    for row in shown["tensors"]:
         _add(tensors, row["name"], " × ".join(map(str, row["shape"])) or "1", row["dtype"], _size(row["bytes"]))
-    _print(tensors)
-    _print(f"{len(shown.tensors)} tensors, {_size(sum(row['bytes'] for row in shown.tensors))}")
-    if shown.base:
-        size = _size(sum(row["bytes"] for row in shown.base_tensors))
-        _print(f"and {len(shown.base_tensors)} frozen, {size}, which are not in it")
-    for file, problem in shown.base.items():
-        _print(_say_base(file, problem))
-    if shown.slots:
-        _print("")
+    yield from ("", tensors, f"{len(shown['tensors'])} tensors, {_total_size(shown['tensors'])}")
+    if frozen := shown["base_tensors"]:
+        yield f"and {len(frozen)} frozen, {_total_size(frozen)}, which are not in it"
+    yield from starmap(_say_base, shown["base"].items())
+    if shown["slots"]:
         slots = _table("optimizer slot", "tensors", "size")
-        for row in shown.slots:
+        for row in shown["slots"]:
             _add(slots, row["name"], str(row["tensors"]), _size(row["bytes"]))
-        _print(slots)
+        yield from ("", slots)
 
 
 def _say_base(file: str, problem: str | None) -> str:
@@ -233,38 +207,40 @@ def _say_base(file: str, problem: str | None) -> str:
     return f"refers to frozen weights in {file}"
 
 
-def _print_difference(difference: Difference, a: Path, b: Path, rtol: float | None, everything: bool) -> None:
+def _describe_difference(
+    difference: Difference, a: Path, b: Path, rtol: float | None, everything: bool
+) -> Iterator[str | Table]:
     if difference.equal:
         how = "to the bit" if rtol is None else f"within {rtol:g}"
-        _print(f"equal {how}: {difference.compared} tensors and the position")
-        return
+        yield f"equal {how}: {difference.compared} tensors and the position"
     for key, (here, there) in difference.position.items():
-        _print(f"{key}: {here} in {a}, {there} in {b}")
+        yield f"{key}: {here} in {a}, {there} in {b}"
     for where, names in ((a, difference.only_in_a), (b, difference.only_in_b)):
         if names:
             more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
-            _print(f"only in {where}: {', '.join(names[:WORST])}{more}")
+            yield f"only in {where}: {', '.join(names[:WORST])}{more}"
     if difference.tensors:
         table = _table(f"{len(difference.tensors)} of {difference.compared} tensors differ", "largest", "relative")
         single = [tensor for tensor in difference.tensors if everything or tensor.slot is None]
         shown = single if everything else single[:WORST]
         for tensor in shown:
-            numbers = (tensor.max_abs, tensor.relative)
-            cells = [tensor.problem, ""] if tensor.problem else [f"{number:.3g}" for number in numbers]
-            _add(table, tensor.name, *cells)
+            _add(table, tensor.name, *([tensor.problem, ""] if tensor.problem else _numbers([tensor])))
         if len(single) > len(shown):
             _add(table, f"and {len(single) - len(shown)} more", "", "")
-        slots: dict[str, list[Differing]] = {}
-        for tensor in difference.tensors[len(single) :]:
-            slots.setdefault(tensor.slot or "", []).append(tensor)
-        for slot, tensors in slots.items():
-            worst = [max(getattr(t, key) or 0 for t in tensors) for key in ("max_abs", "relative")]
+        moments = difference.tensors[len(single) :]
+        for slot in dict.fromkeys(tensor.slot for tensor in moments):
+            tensors = [tensor for tensor in moments if tensor.slot == slot]
             problems = sum(bool(tensor.problem) for tensor in tensors)
             alike = f", {problems} of them not alike" if problems else ""
-            _add(table, f"optimizer/{slot}: {len(tensors)} tensors{alike}", *(f"{number:.3g}" for number in worst))
-        _print(table)
-        if len(single) > len(shown) or slots:
-            _print("--all lists them one by one")
+            _add(table, f"optimizer/{slot}: {len(tensors)} tensors{alike}", *_numbers(tensors))
+        yield table
+        if len(single) > len(shown) or moments:
+            yield "--all lists them one by one"
+
+
+def _numbers(tensors: list[Differing]) -> list[str]:
+    """The worst of these, absolute and relative."""
+    return [f"{max(getattr(tensor, key) or 0 for tensor in tensors):.3g}" for key in ("max_abs", "relative")]
 
 
 def _table(*columns: str) -> Table:
@@ -276,13 +252,21 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _print(what: Any) -> None:
+def _answer(as_json: bool, data: Any, *lines: str | Table) -> None:
+    """Prints the data as JSON, or else the lines and tables."""
+    if as_json:
+        print(json.dumps(data, indent=1, default=str))
+    for line in () if as_json else lines:
+        _print(line)
+
+
+def _print(line: str | Table) -> None:
     from rich.console import Console
 
     # Names in a checkpoint may be anything: they are text, neither markup nor commands to a terminal.
-    what = _printable(what) if isinstance(what, str) else what
+    line = _printable(line) if isinstance(line, str) else line
     wide = None if sys.stdout.isatty() else 400
-    Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(what, str)).print(what)
+    Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(line, str)).print(line)
 
 
 def _add(table: Table, *cells: str) -> None:
@@ -293,18 +277,14 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1, default=str))
-
-
 def _plain(value: Any) -> str:
     return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
 
 
+def _total_size(rows: list[dict[str, Any]]) -> str:
+    return _size(sum(row["bytes"] for row in rows))
+
+
 def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for bigger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, bigger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    thousands = min((len(str(num_bytes)) - 1) // 3, 4)
+    return f"{num_bytes / 1000**thousands:.1f} {' kMGT'[thousands]}B" if thousands else f"{num_bytes} B"

@@ -88,6 +88,14 @@ def is_section(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
+def flatten(tree: Tree, prefix: str = "") -> Tree:
+    """Returns the values of a nested mapping by dotted key."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def format_value(value: Any) -> str:
     """One line of YAML that reads back as the same value."""
     if isinstance(value, dict):

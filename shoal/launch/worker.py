@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.processes.board import board_of, store_of
@@ -42,10 +42,10 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
     board = board_of(world)
     if board.check([ENDING]):
         os._exit(int(board.get(ENDING)))
-    path, manager = log_path(run, world.rank), CheckpointManager(run.config.output_dir)
+    path, output_dir = log_path(run, world.rank), run.config.output_dir
     terminal = os.dup(2)
     try:
-        saved_before = manager.steps()
+        saved_before = step_folders(output_dir)
         check()
         with _log(path, run) as log:
             if world.rank > 0:
@@ -64,7 +64,7 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
         code = 2 if by_user else 1
         if board.add(f"errors of {world.attempt_name}", 1) == 1:
             os.write(terminal, (text if by_user else f"shoal: rank {world.rank} failed\n{text}").encode())
-            if by_user or manager.steps() == saved_before:
+            if by_user or step_folders(output_dir) == saved_before:
                 board.set(ENDING, str(code))
         sys.stdout.flush()
         os._exit(code)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from shoal.checkpoint.regions import Box, Held, whole_box
+from shoal.checkpoint.regions import Held, Region, whole_region
 from shoal.config.deepspeed_json import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
@@ -245,8 +245,8 @@ class ZeroStrategy(DistributedStrategy):
         for tensor, names in tensors_with_names(model):
             shape = logical_shape(tensor)
             in_rows = as_rows(torch.empty(0), shape, self._rows_mesh()) if hasattr(tensor, "ds_shape") else None
-            box = whole_box(shape) if in_rows is None else Box(*reversed(shape_and_offset(in_rows)))
-            held[names[0]] = Held(shape, tensor.dtype, box)
+            region = whole_region(shape) if in_rows is None else Region(*reversed(shape_and_offset(in_rows)))
+            held[names[0]] = Held(shape, tensor.dtype, region)
         return held
 
     def engine_config(self, model: nn.Module) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint import DamagedCheckpoint, open_checkpoint, write_checkpoint
+from shoal.checkpoint.latest import check_same_model
+from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
 from shoal.checkpoint.peers import ALL, ALONE
-from shoal.checkpoint.rotation import check_same_model
-from shoal.checkpoint.store import MANIFEST, DamagedCheckpoint, open_checkpoint, write_checkpoint
 from shoal.errors import UserError
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
@@ -192,7 +192,7 @@ class Loop:
         if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
             raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
         settings = [optimizer_settings(optimizer) for optimizer in self._optimizers]
-        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **about_names(self.model)}
+        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **tied_and_buffers(self.model)}
         about["optimizer"] = settings[0] if len(settings) == 1 else settings
         write_checkpoint(path, self._state(alone=replicated), state, about, ALONE if replicated else ALL)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.checkpoint.regions import Held, local_box
+from shoal.checkpoint.regions import Held, local_region
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
@@ -31,13 +31,12 @@ from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
-from shoal.tensors import local_part, logical_shape, named_tensors
+from shoal.tensors import DTYPES, local_part, logical_shape, named_tensors
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
 from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
-from shoal.transform.precision import DTYPES
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 
@@ -196,13 +195,13 @@ class NativeStrategy(DistributedStrategy):
 
     def _find_held(self, model: nn.Module) -> dict[str, Held]:
         tensors = named_tensors(model)
-        held = {name: Held(logical_shape(t), t.dtype, local_box(t)) for name, t in tensors.items()}
+        held = {name: Held(logical_shape(t), t.dtype, local_region(t)) for name, t in tensors.items()}
         pipeline = self._placed.pipeline
         if pipeline is None or self.world.group == "imagined":  # where there are no object collectives
             return held
         by_stage: list[dict[str, Held]] = [{} for _ in range(pipeline.size)]
         dist.all_gather_object(by_stage, held, group=pipeline.group)
-        others = {name: replace(one, box=None) for stage in by_stage for name, one in stage.items()}
+        others = {name: replace(one, region=None) for stage in by_stage for name, one in stage.items()}
         return {**others, **held}
 
     def _describe(self) -> str:

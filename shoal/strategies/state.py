@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.checkpoint.frozen_base import Referenced
-from shoal.checkpoint.regions import local_box, whole_box
-from shoal.checkpoint.stored_tensor import Stored
+from shoal.checkpoint.pieces import StoredTensor
+from shoal.checkpoint.regions import local_region, whole_region
 from shoal.errors import UserError
 from shoal.tensors import local_part, named_tensors
 from shoal.torch_private import as_shard
@@ -70,16 +69,16 @@ def sharded_parameter(parameter: Tensor) -> Tensor:
     return getattr(parameter, "shard_of", parameter)
 
 
-def _part(value: Tensor | Stored | Referenced, like: Tensor | Stored | Referenced) -> Tensor:
+def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
     """What this rank holds of `value` where it is laid out as `like`."""
     if not isinstance(like, DTensor):
-        return value.read() if isinstance(value, Stored | Referenced) else value
+        return value.read() if isinstance(value, StoredTensor) else value
     if isinstance(value, DTensor):
         return value.redistribute(like.device_mesh, like.placements).to_local()
-    box = local_box(like)
-    if isinstance(value, Stored | Referenced):
-        return value.read(*box)
-    return value[box.within(whole_box(value.shape))]
+    region = local_region(like)
+    if isinstance(value, StoredTensor):
+        return value.read(region)
+    return value[region.within(whole_region(value.shape))]
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.checkpoint import CheckpointManager
 from shoal.checkpoint.frozen_base import Base
-from shoal.checkpoint.init_from import about_names
+from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.checkpoint.run_lock import Lease
 from shoal.config import Run
 from shoal.training.resume import Progress, load_best, restore
@@ -73,7 +73,7 @@ class Checkpoints:
             "layout": self.session.strategy.layout.as_dict(),
             "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],
             "config": self.run.tree(),
-            **about_names(self.session.model),
+            **tied_and_buffers(self.session.model),
         }
         state, base = self.base.leave_out(self.session.state())
         try:

@@ -143,7 +143,7 @@ class Report:
             saving += f", written in the background from {staged:.2f} GiB of host memory"
         yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.base.references:
-            files = ", ".join(sorted({str(reference.path) for reference in references.values()}))
+            files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)
         idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in shell.run.sources]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import Base
 from shoal.checkpoint.init_from import weights_for
-from shoal.checkpoint.rotation import check_same_model, check_same_run, find_start
+from shoal.checkpoint.latest import check_same_model, check_same_run, find_start
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule

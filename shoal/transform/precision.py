@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserError
+from shoal.tensors import DTYPES
 from shoal.torch_private import TorchDispatchMode
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled", "aten::convolution")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

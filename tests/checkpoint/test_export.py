@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import export as export_module
 from shoal.checkpoint import open_checkpoint, write_checkpoint
-from shoal.checkpoint import store as store_module
 from shoal.checkpoint.export import export
-from shoal.checkpoint.init_from import about_names, weights_for
+from shoal.checkpoint.init_from import weights_for
+from shoal.checkpoint.manifest import manifest_digest, tied_and_buffers
 from shoal.config import check_run, load_run
 from shoal.errors import UserError
 from shoal.training import train
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def save_model(folder: Path, model: nn.Module, config: dict[str, Any] | None, **about: Any) -> Path:
     """A checkpoint as a run would write it, with moments beside the weights."""
     named = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    names = about_names(model)
+    names = tied_and_buffers(model)
     weights = {name: tensor for name, tensor in named.items() if name not in names["tied"]}
     moments = {name: {"exp_avg": torch.zeros_like(p.detach())} for name, p in model.named_parameters()}
     layout = {"strategy": "single", "world_size": 1}
@@ -396,7 +396,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
-    manifest["digest"] = store_module._manifest_digest(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 

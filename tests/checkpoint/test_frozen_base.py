@@ -24,13 +24,13 @@ from shoal.checkpoint import (
     DamagedCheckpoint,
     find_latest_checkpoint,
     open_checkpoint,
-    store,
     write_checkpoint,
 )
 from shoal.checkpoint.export import export
 from shoal.checkpoint.frozen_base import Base, look_in
 from shoal.checkpoint.init_from import weights_for
 from shoal.checkpoint.inspect import diff, list_checkpoints, show, verify
+from shoal.checkpoint.manifest import manifest_digest
 from shoal.cli.main import main
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -171,8 +171,8 @@ def test_a_checkpoint_holds_only_what_is_trained(run: AdapterRun) -> None:
         f"model/{name}" for name in {*TRAINED, "table"}
     }
     assert checkpoint.base.keys() == FROZEN
-    assert {reference.path for reference in checkpoint.base.values()} == {run.base}
-    assert checkpoint.base[HALF].file_dtype == torch.bfloat16
+    assert {reference.source.path for reference in checkpoint.base.values()} == {run.base}
+    assert checkpoint.base[HALF].source.dtype == torch.bfloat16
     assert checkpoint.manifest["format"] == 2  # which a shoal that knows nothing of a base refuses
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -263,7 +263,7 @@ def test_a_base_may_move_and_be_cut_otherwise(run: AdapterRun) -> None:
     assert str(run.base) in train_here(run.config, ["training.max_steps=6"])
     files = run.files(run.folder / "part0.safetensors", run.folder / "part1.safetensors", run.start)
     run.train("training.max_steps=6", files, "checkpoint.allow_changed=[model.files]")
-    paths = {reference.path.name for reference in run.checkpoint(6).base.values()}
+    paths = {reference.source.path.name for reference in run.checkpoint(6).base.values()}
     assert paths == {"part0.safetensors", "part1.safetensors"}
     assert same(
         {name: run.checkpoint(6).read().model[name] for name in FROZEN},
@@ -327,8 +327,8 @@ def test_the_commands_say_what_a_checkpoint_refers_to(
     text = say("show", run.step())[1]
     assert there in text
     assert "and 6 frozen, " in text
-    assert {row["name"] for row in show(run.checkpoint()).base_tensors} == FROZEN
-    assert "embed.weight" not in {row["name"] for row in show(run.checkpoint()).tensors}
+    assert {row["name"] for row in show(run.checkpoint())["base_tensors"]} == FROZEN
+    assert "embed.weight" not in {row["name"] for row in show(run.checkpoint())["tensors"]}
     code, text = say("verify", run.output)
     assert (code, text.count("  good\n")) == (0, 2)
     moved = run.folder / "elsewhere" / "named_otherwise.safetensors"
@@ -594,7 +594,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
-    manifest["digest"] = store._manifest_digest(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
@@ -617,7 +617,7 @@ def test_what_lies_at_the_place_of_a_base_is_not_trusted(run: AdapterRun, what: 
             run.base.write_bytes((b"cposix\nsystem\n" if what == "pickle" else b"").ljust(size, b"\0"))
     with pytest.raises(BaseProblem):
         run.checkpoint().read()
-    (verified,) = verify(run.step()).values()
+    (verified,) = verify(run.step())
     assert verified.problem or verified.missing
-    assert show(run.checkpoint()).base.keys() == {str(run.base)}
+    assert show(run.checkpoint())["base"].keys() == {str(run.base)}
     assert open_checkpoint(run.step()).stored().model.keys() == {*TRAINED, "table"}

@@ -14,8 +14,9 @@ from conftest import ToyRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, rotation, store
-from shoal.checkpoint.regions import local_box
+from shoal.checkpoint import CheckpointManager, find_latest_checkpoint, open_checkpoint, rotation, step_folders
+from shoal.checkpoint.manifest import manifest_digest
+from shoal.checkpoint.regions import local_region
 from shoal.checkpoint.rotation import find_best_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -32,7 +33,7 @@ def save(to: CheckpointManager, step: int, value: float | None = None, metric: s
 
 
 def there(folder: Path) -> list[int]:
-    return [int(path.name[5:]) for path in CheckpointManager(folder).steps()]
+    return [int(path.name[5:]) for path in step_folders(folder)]
 
 
 def saved(toy: ToyRun) -> list[int]:
@@ -106,7 +107,7 @@ def test_what_is_kept_is_what_the_definition_says(
             if what == "killed after publishing":
                 patch.setattr(rotation, "kept", lambda *_: (_ for _ in ()).throw(Killed))
             if what == "killed in removal":
-                patch.setattr(rotation, "_remove", _hide_and_die)
+                patch.setattr(rotation, "remove_checkpoint", _hide_and_die)
             try:
                 save(to, step, value)
                 killed = False
@@ -184,7 +185,7 @@ def test_a_checkpoint_of_another_version_is_left_alone(tmp_path: Path) -> None:
     newer = save(to, 1) / "manifest.json"
     manifest = json.loads(newer.read_text()) | {"format": 99}
     manifest.pop("digest")
-    newer.write_text(json.dumps(manifest | {"digest": store._manifest_digest(manifest)}, indent=1))
+    newer.write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1))
     to = CheckpointManager(tmp_path, keep_last=1)
     for step in (2, 3):
         save(to, step)
@@ -255,13 +256,13 @@ def test_a_run_keeps_its_best_and_ends_with_it(toy: ToyRun, capsys: pytest.Captu
     last = capsys.readouterr().out.splitlines()[-1]
     best = toy.output / "checkpoints" / "step_00000005"
     assert last == f"best: step 5, eval/loss 2, {best}; its weights are in the model"
-    stored = rotation.open_checkpoint(best).read().model
+    stored = open_checkpoint(best).read().model
     for name, tensor in outcome.model.state_dict().items():
         assert torch.equal(tensor, stored[name]), name
     assert find_latest_checkpoint(toy.output) == toy.output / "checkpoints" / "step_00000010"
     assert find_best_checkpoint(toy.output) == best
     # The last step is evaluated before it is saved, so it is valued too.
-    assert rotation.open_checkpoint(toy.output / "checkpoints" / "step_00000010").trainer["metrics"] == {"eval/loss": 9}
+    assert open_checkpoint(toy.output / "checkpoints" / "step_00000010").trainer["metrics"] == {"eval/loss": 9}
 
 
 @pytest.mark.usefixtures("losses")
@@ -281,8 +282,8 @@ def train_here(config: Path, overrides: list[str]) -> tuple[int | None, bool]:
     outcome = train(load_run(config, overrides))
     best = find_best_checkpoint(outcome.output_dir, mode="max")
     assert best is not None
-    stored = rotation.open_checkpoint(best).stored().model
-    parts = {name: (local_part(p), stored[name].read(*local_box(p))) for name, p in outcome.model.named_parameters()}
+    stored = open_checkpoint(best).stored().model
+    parts = {name: (local_part(p), stored[name].read(local_region(p))) for name, p in outcome.model.named_parameters()}
     return outcome.best_step, all(torch.equal(mine, theirs) for mine, theirs in parts.values())
 
 

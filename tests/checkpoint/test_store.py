@@ -30,8 +30,9 @@ from shoal.checkpoint import (
     write_checkpoint,
 )
 from shoal.checkpoint import store as store_module
-from shoal.checkpoint.regions import Box, local_box, whole_box, why_not_whole
-from shoal.checkpoint.stored_tensor import Pieces, header_digest
+from shoal.checkpoint.manifest import manifest_digest
+from shoal.checkpoint.pieces import MappedFiles, Piece, header_digest
+from shoal.checkpoint.regions import Region, local_region, whole_region, why_not_whole
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -55,7 +56,7 @@ def save(folder: Path, step: int = 3, value: float = 1.0, keep_last: int = 9) ->
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path))
-    assert checkpoint.step == 3
+    assert checkpoint.trainer == {"step": 3, "samples": 5}
     assert checkpoint.manifest["config"] == {"a": 1}
     assert checkpoint.manifest["versions"]["torch"] == torch.__version__
     read = checkpoint.read()
@@ -130,7 +131,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> 
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
-    manifest["digest"] = store_module._manifest_digest(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
@@ -244,11 +245,11 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, change: Callable[..., N
 
 def test_a_part_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
     weight = open_checkpoint(save(tmp_path)).tensors[WEIGHT]
-    assert torch.equal(weight.read((1, 2), (2, 2)), torch.ones(2, 2))
-    assert weight.read((3, 0), (0, 4)).shape == (0, 4)
+    assert torch.equal(weight.read(Region((1, 2), (2, 2))), torch.ones(2, 2))
+    assert weight.read(Region((3, 0), (0, 4))).shape == (0, 4)
     for offset, shape in [((2, 0), (2, 4)), ((0,), (3,)), ((0, 0), (3, 5))]:
-        with pytest.raises(ValueError, match="has no part"):
-            weight.read(offset, shape)
+        with pytest.raises(ValueError, match="has no region"):
+            weight.read(Region(offset, shape))
 
 
 def test_the_first_checkpoints_still_open() -> None:
@@ -262,7 +263,7 @@ def test_the_first_checkpoints_still_open() -> None:
     )
     torch.testing.assert_close(read.optimizer["weight"], {"exp_avg": weight / 2, "step": torch.tensor(3.0)})
     assert read.strategy["loss_scale"] == 65536
-    assert torch.equal(checkpoint.tensors[WEIGHT].read((1, 1), (2, 2)), weight[1:, 1:3])
+    assert torch.equal(checkpoint.tensors[WEIGHT].read(Region((1, 1), (2, 2))), weight[1:, 1:3])
 
 
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store_module, "_flush", full)
+    monkeypatch.setattr(store_module, "flush", full)
     with pytest.raises(OSError, match="No space"):
         save(tmp_path, step=2)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
@@ -391,7 +392,7 @@ def read_spread(folders: list[Path], layouts: list[str]) -> list[str]:
             stored = named(open_checkpoint(folder).checked_for(here.model))
             for name, tensor in named(here).items():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                part = stored[name].read(*local_box(tensor))
+                part = stored[name].read(local_region(tensor))
                 if part.dtype != local.dtype or not torch.equal(part, local):
                     wrong.append(f"{name} from {folder.name} in {layout}")
     return wrong
@@ -416,12 +417,12 @@ def test_every_layout_reads_what_every_layout_wrote(tmp_path: Path, pool2: Pool,
     assert pool4.run(read_spread, folders, ON[4]) == [[]] * 4
 
 
-def written_bytes(folder: Path) -> Counter[str]:
+def written_bytes(folder: Path) -> Counter[Path]:
     tensors = open_checkpoint(folder).tensors.values()
     return Counter(
         {
-            file: sum(p.box.numel * t.dtype.itemsize for t in tensors for p in t.pieces if p.file == file)
-            for file in {piece.file for tensor in tensors for piece in tensor.pieces}
+            path: sum(p.region.numel * t.dtype.itemsize for t in tensors for p in t.pieces if p.path == path)
+            for path in {piece.path for tensor in tensors for piece in tensor.pieces}
         }
     )
 
@@ -441,22 +442,22 @@ def test_replicas_share_the_writing(tmp_path: Path, pool4: Pool) -> None:
 
 def count_reads(folder: Path, layout: str) -> tuple[int, int]:
     """Bytes of the pieces this rank opens in a restore, and bytes it holds."""
-    opened: dict[tuple[str, str], int] = {}
-    read = Pieces.read
+    opened: dict[Piece, int] = {}
+    read = MappedFiles.read
 
-    def spy(self: Pieces, name: str, dtype: torch.dtype, piece: Any) -> Tensor:
-        tensor = read(self, name, dtype, piece)
-        opened[name, piece.file] = tensor.nbytes
+    def spy(self: MappedFiles, piece: Piece) -> Tensor:
+        tensor = read(self, piece)
+        opened[piece] = tensor.nbytes
         return tensor
 
-    Pieces.read = spy  # type: ignore[method-assign]
+    MappedFiles.read = spy  # type: ignore[method-assign]
     try:
         here = spread(layout)
         stored = named(open_checkpoint(folder).checked_for(here.model))
         for name, tensor in named(here).items():
-            stored[name].read(*local_box(tensor))
+            stored[name].read(local_region(tensor))
     finally:
-        Pieces.read = read  # type: ignore[method-assign]
+        MappedFiles.read = read  # type: ignore[method-assign]
     tensors = named(here).values()
     return sum(opened.values()), sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
@@ -481,7 +482,7 @@ def attempt(folder: Path, mistake: str) -> str:
     try:
         if mistake == "offset":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(store_module, "local_box", lambda tensor: Box((2 * rank, 0), (3, 2)))
+                patch.setattr(store_module, "local_region", lambda tensor: Region((2 * rank, 0), (3, 2)))
                 write_checkpoint(folder, TrainState({"w": tensor}, {}), {}, {})
         else:
             write_checkpoint(folder, TrainState({"w": tensor}, {}), {}, {})
@@ -507,10 +508,10 @@ def test_a_wrong_layout_is_never_published(tmp_path: Path, pool2: Pool, mistake:
 
 
 def test_boxes_make_up_a_tensor_or_not() -> None:
-    quarters = [Box((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    quarters = [Region((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
     assert why_not_whole((4, 6), quarters) is None
-    assert why_not_whole((), [Box((), ())]) is None
-    assert why_not_whole((0, 3), [whole_box((0, 3))]) is None
+    assert why_not_whole((), [Region((), ())]) is None
+    assert why_not_whole((0, 3), [whole_region((0, 3))]) is None
     assert why_not_whole((4, 6), quarters[:3])
     assert why_not_whole((4, 6), [*quarters[:3], quarters[0]])
     assert why_not_whole((5, 6), quarters)

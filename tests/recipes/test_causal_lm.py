@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shoal.config.run import check_run, load_run
 from shoal.checkpoint.export import export
+from shoal.config.run import check_run, load_run
 from shoal.errors import UserError
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.strategies import FSDPStrategy, SingleStrategy

@@ -20,7 +20,8 @@ from conftest import ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 
-from shoal.checkpoint import find_latest_checkpoint, store
+from shoal.checkpoint import find_latest_checkpoint
+from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.training import train
@@ -172,7 +173,7 @@ def resigned(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], ob
     text = json.dumps(trainer)
     manifest["files"]["trainer.json"] = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
     (folder / "trainer.json").write_text(text)
-    manifest["digest"] = store._manifest_digest(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shoal.config.layout import Layout
 from shoal.strategies.engines.plain import PlainEngine, Reduction
-from shoal.transform.precision import DTYPES
+from shoal.tensors import DTYPES
 
 
 class FSDPEngine(PlainEngine):

@@ -1,0 +1,114 @@
+"""The manifest of a checkpoint: which tensors it holds in which files, and a digest of each of them and of itself.
+
+A manifest is not trusted: whoever can write a file can also make a digest. What it claims has to fit into the files
+that are there before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.checkpoint.pieces import MappedFiles, Piece, StoredTensor
+from shoal.checkpoint.regions import Region, why_not_whole
+from shoal.errors import UserError
+from shoal.tensors import tensors_with_names
+
+FORMAT = 2
+"""Of a checkpoint that refers to a frozen base, which a shoal that knows 1 alone would load without. Others have 1."""
+MANIFEST = "manifest.json"
+SECTIONS = ("model", "optimizer", "strategy")
+_LARGEST_NUMEL = 1 << 62  # elements that torch can still count, with space for the bytes of each
+_MOST_DIMENSIONS = 64
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest of a checkpoint, with a digest of itself."""
+    text = json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1)
+    (folder / MANIFEST).write_text(text)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint; ValueError if it is damaged, UserError if its format is a newer one."""
+    text = (folder / MANIFEST).read_text()
+    manifest = json.loads(text)
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ValueError(f"{MANIFEST} is not a manifest")
+    # Before the format is looked at, because a flipped bit in that number is damage too. The text is compared as well:
+    # some flipped bits leave its meaning as it was, as in 1e-5 and 1E-5.
+    unaltered = text == json.dumps(manifest, indent=1)
+    if manifest.pop("digest", None) != manifest_digest(manifest) or not unaltered:
+        raise ValueError(f"{MANIFEST} does not match its own digest")
+    if manifest["format"] not in (1, FORMAT):
+        raise UserError(
+            f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads 1 and "
+            f"{FORMAT}; use the version of shoal that wrote it"
+        )
+    for file, facts in manifest["files"].items():
+        if Path(file).name != file:
+            raise ValueError(f"{MANIFEST} points outside its folder: {file!r}")
+        if (folder / file).stat().st_size != facts["bytes"]:
+            raise ValueError(f"{file} is not {facts['bytes']} bytes long")
+    return manifest
+
+
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def tied_and_buffers(model: nn.Module) -> dict[str, Any]:
+    """Returns what a manifest says of a model's names: further names of tied tensors, and which tensors are buffers."""
+    named = [*tensors_with_names(model)]
+    tied = {alias: first for _, (first, *aliases) in named for alias in aliases}
+    return {"tied": tied, "buffers": [names[0] for tensor, names in named if not isinstance(tensor, nn.Parameter)]}
+
+
+def parse_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by section and name; ValueError if they cannot be what the manifest says."""
+    files = MappedFiles({file: facts.get("header") for file, facts in manifest["files"].items()})
+    bytes_left = {file: facts["bytes"] for file, facts in manifest["files"].items()}
+    tensors: dict[str, StoredTensor] = {}
+    for name, facts in manifest["tensors"].items():
+        if name.partition("/")[0] not in SECTIONS:
+            raise ValueError(f"{MANIFEST} has a tensor that belongs to nothing: {name!r}")
+        dtype, shape = parse_dtype(name, facts["dtype"]), parse_lengths(name, facts["shape"])
+        key, pieces = name.partition("/")[2], list[Piece]()
+        for piece in facts["pieces"]:
+            region = Region(parse_lengths(name, piece["offset"]), parse_lengths(name, piece["shape"]))
+            bytes_left[piece["file"]] -= region.numel * dtype.itemsize
+            if bytes_left[piece["file"]] < 0:
+                raise ValueError(f"{piece['file']} is too small for {name}")
+            pieces.append(Piece(folder / piece["file"], key, region, dtype, piece["sha256"]))
+        if problem := why_not_whole(shape, [piece.region for piece in pieces]):
+            raise ValueError(f"{name}: {problem}")
+        if len({piece.path for piece in pieces}) != len(pieces):
+            raise ValueError(f"{name} has two pieces in one file")
+        tensors[name] = StoredTensor(name, dtype, shape, tuple(pieces), files)
+    return tensors
+
+
+def parse_dtype(name: str, text: Any) -> torch.dtype:
+    """Returns the dtype of a tensor in a manifest; the inverse of `dtype_name`."""
+    dtype = getattr(torch, str(text), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has the unknown dtype {text!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_lengths(name: str, numbers: Any) -> tuple[int, ...]:
+    """Returns the shape or offset of a tensor in a manifest."""
+    valid = len(numbers) <= _MOST_DIMENSIONS and all(type(number) is int and number >= 0 for number in numbers)
+    if not valid or prod(number or 1 for number in numbers) > _LARGEST_NUMEL:
+        raise ValueError(f"{name} has the impossible shape or offset {numbers!r:.100}")
+    return tuple(numbers)
