@@ -2,6 +2,7 @@
 
 from shoal.config.batch import derive_batches
 from shoal.config.run import Run, check_run, load_run
-from shoal.config.schema import Config, Section
+from shoal.config.schema import Config
+from shoal.config.section import Section
 
 __all__ = ["Config", "Run", "Section", "check_run", "derive_batches", "load_run"]

@@ -27,7 +27,8 @@ from shoal.config.deepspeed_keys import (
     keys_of_offload,
     keys_of_run,
 )
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
 from shoal.errors import UserError
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import AioConfig, Decay, DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import Decay, TrainingConfig
+from shoal.config.schema_distributed import AioConfig, DeepSpeedConfig
 
 AUTO = "auto"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from shoal.config.batch import accumulation, derive_batches
 from shoal.config.deepspeed_json import fit_file
-from shoal.config.schema import Config, DistributedConfig
+from shoal.config.schema import Config
+from shoal.config.schema_distributed import DistributedConfig
 from shoal.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from shoal.config.deepspeed_json import fit_json, idle_keys, read_json
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.errors import UserError
 from shoal.parallel.zero.limits import LookedAt, check_counts, check_optimizer, check_parameters
 from shoal.parallel.zero.nvme import SwapFolder, load_operator

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from shoal.config.mesh import fill_mesh, say_mesh
-from shoal.config.schema import FSDPConfig
+from shoal.config.schema_distributed import FSDPConfig
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
 from shoal.parallel.sharding.units import choose_units

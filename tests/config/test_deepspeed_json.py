@@ -13,7 +13,8 @@ from conftest import ToyRun
 
 from shoal.config import load_run
 from shoal.config.deepspeed_json import fit_json, read_json
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.errors import UserError
 from shoal.strategies import DeepSpeedStrategy
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verify.planted import Block, Ragged, Words
 
-from shoal.config.schema import FSDPConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import FSDPConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.processes.desync import Desync, check_replicas
