@@ -43,13 +43,17 @@ class LoaderConfig(Section):
 class AdamW(Section):
     name: Literal["adamw"] = "adamw"
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # noqa: RUF012, pydantic copies it
+    """The decay rates of the averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of an update."""
 
 
 class SGD(Section):
     name: Literal["sgd"] = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The momentum factor."""
     nesterov: bool = False
+    """Use Nesterov momentum."""
 
 
 class Constant(Section):

@@ -95,7 +95,7 @@ Stage = Annotated[
     Literal[1, 2, 3] | None,
     refuse_if(
         lambda stage: stage == 0,
-        "ZeRO stage 0 shards nothing; use 1, 2 or 3, or distributed.strategy: ddp",
+        "stage 0 of ZeRO shards nothing; use 1, 2 or 3, or distributed.strategy: ddp",
     ),
 ]
 Offload = Annotated[

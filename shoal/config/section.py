@@ -20,8 +20,7 @@ def refuse_if(wrong: Callable[[Any], bool], message: str) -> BeforeValidator:
 
 
 def short_for(key: str) -> BeforeValidator:
-    """Returns a validator for short forms: with the key `name` it reads `optimizer: sgd` as `optimizer: {name:
-    sgd}`."""
+    """Returns a validator that reads `optimizer: sgd` as `optimizer: {name: sgd}`, if the key is `name`."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
@@ -36,7 +35,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
-        """Returns pairs (is it wrong?, message) for values that do not fit together; the first wrong one is raised."""
+        """Returns pairs (condition, message) about values that do not fit together.
+
+        The message of the first condition that is true is raised.
+        """
         return ()
 
     @model_validator(mode="after")
