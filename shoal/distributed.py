@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folder, step_folders
-from shoal.config.schema import DDPConfig, FSDPConfig
+from shoal.config.schema_distributed import DDPConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.processes.detect import detect

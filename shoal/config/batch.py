@@ -1,4 +1,7 @@
-"""global_batch_size = batch_size × gradient_accumulation × data-parallel size: give what you know."""
+"""Batch arithmetic: global_batch_size = batch_size × gradient_accumulation × data-parallel size.
+
+A config gives the factors it knows; the others are derived.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,15 @@ DEFAULT_BATCH_SIZE = 8
 
 
 def derive_batches(training: TrainingConfig, data_size: int) -> tuple[BatchPhase, ...]:
-    """The batch arithmetic of a run: one phase, or one for each entry of an accumulation schedule.
+    """Returns the batch sizes of a run: one phase, or one for each entry of a gradient accumulation schedule.
 
-    With two factors known the global batch need not divide: the last micro-batches of a step are then
-    short. With all three given they must multiply.
+    `data_size` is the number of data-parallel ranks. With two of the three keys given, the global batch need not divide
+    evenly: the last micro-batches of a step are then smaller. If all three are given, they must multiply.
     """
     accumulation = training.gradient_accumulation
     schedule = accumulation if isinstance(accumulation, dict) else {0: accumulation}
     if 0 not in schedule:
-        raise UserError(
-            f"training.gradient_accumulation = {accumulation} does not say what epoch 0 does; add an entry for 0"
-        )
+        raise UserError(f"training.gradient_accumulation = {accumulation}: epoch 0 has no value; add an entry for 0")
     return tuple(_phase(training, epoch, schedule[epoch], data_size) for epoch in sorted(schedule))
 
 
@@ -31,7 +32,8 @@ def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_
     total, batch = training.global_batch_size, training.batch_size
     if total is not None and total < data_size:
         raise UserError(
-            f"training.global_batch_size = {total} cannot feed {data_size} data-parallel processes; raise it"
+            f"training.global_batch_size = {total} is less than one sample for each of the {data_size} data-parallel "
+            "ranks; raise it"
         )
     if total is None:
         batch = batch or DEFAULT_BATCH_SIZE
@@ -52,7 +54,7 @@ def _phase(training: TrainingConfig, epoch: int, accumulation: int | None, data_
 
 
 def derived_values(first: BatchPhase, data_size: int) -> dict[str, Any]:
-    """The batch keys a config left open, for showing."""
+    """Returns all three batch keys of a phase, also those that the config leaves out, for printing."""
     return {
         "training.global_batch_size": first.global_batch_size,
         "training.batch_size": first.batch_size,
@@ -61,4 +63,5 @@ def derived_values(first: BatchPhase, data_size: int) -> dict[str, Any]:
 
 
 def accumulation(phase: BatchPhase, data_size: int) -> int:
+    """Returns the number of micro-batches of one rank in one step."""
     return ceil(phase.global_batch_size / (phase.batch_size * data_size))

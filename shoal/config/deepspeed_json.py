@@ -1,6 +1,7 @@
-"""Reads a DeepSpeed JSON and compares it with the run; `deepspeed_keys` says what happens with each key.
+"""Reads a DeepSpeed JSON, compares it with the run, and returns the options of ZeRO that it sets.
 
-"auto" and null say nothing: the value comes from the run. A key that is in no table is refused with the nearest one.
+`deepspeed_keys.py` has the table of what happens with each key. The values "auto" and null have no effect, because the
+run decides; keys that are not in the table are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shoal.config.deepspeed_keys import (
     keys_of_offload,
     keys_of_run,
 )
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
 from shoal.errors import UserError
 
@@ -36,41 +38,45 @@ __all__ = ["Fitted", "fit_file", "fit_json", "idle_keys", "read_json"]
 
 @dataclass
 class Fitted:
-    """What a JSON means for a run."""
+    """The result of reading a DeepSpeed JSON."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keys of `distributed.deepspeed`."""
+    """The keys of `distributed.deepspeed` that the JSON sets."""
     idle: dict[str, str] = field(default_factory=dict)
-    """Keys that have no effect, and why."""
+    """The keys of the JSON that have no effect, and why."""
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the object in a JSON file."""
     where = f"distributed.deepspeed.config_file = {os.fspath(path)!r}"
     try:
         document = _parse(Path(path).expanduser().read_text())
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no valid JSON: {error}") from None
+        raise UserError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{where} holds a {type(document).__name__}, not an object")
+        raise UserError(f"{where} holds a {type(document).__name__}; it should hold an object")
     return document
 
 
 def _parse(text: str) -> Any:
-    """JSON; and with comments and trailing commas where hjson is, which DeepSpeed brings and reads with."""
+    """Returns the value of a JSON text.
+
+    Comments and trailing commas are allowed if hjson is installed, which DeepSpeed brings and reads its files with.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_once_each)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except ValueError:
         with suppress(ImportError, ValueError):
             import hjson
 
-            if isinstance(document := hjson.loads(text, object_pairs_hook=_once_each), dict):
+            if isinstance(document := hjson.loads(text, object_pairs_hook=_refuse_duplicates), dict):
                 return document
         raise
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1:
             values = " and as ".join(json.dumps(value) for name, value in pairs if name == key)
@@ -79,7 +85,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def fit_file(path: str, training: TrainingConfig, processes: int) -> Fitted:
-    """As the strategy will do it, for those who want to know before."""
+    """Checks a JSON file before processes start, as the strategy will do afterwards."""
     return fit_json(read_json(path), training, processes, f"distributed.deepspeed.config_file {path}")
 
 
@@ -90,10 +96,10 @@ def fit_json(
     where: str,
     mixed_precision: str = "fp32",
 ) -> Fitted:
-    """Compares a JSON with the run, and takes ZeRO's options from it.
+    """Returns the options that a JSON sets; raises a UserError if it contradicts the run.
 
-    Without a run there is a loop of one's own, which has the optimizer and the batches, and `mixed_precision` alone to
-    compare with.
+    `where` names the JSON in messages. `training` is None in a hand-written loop, which decides about batches and
+    optimizer itself; the JSON is then compared with `mixed_precision` only.
     """
     zero = document.get("zero_optimization")
     if not isinstance(zero, dict):
@@ -136,13 +142,13 @@ def fit_json(
 
 
 def _entries(section: Mapping[str, Any], table: Table, prefix: str) -> Iterator[tuple[str, Any, str | Accept]]:
-    """The name, the value and the entry of every key that says something, also inside of objects."""
+    """Yields (name, value, entry in the table) for all keys that have a value, also inside objects."""
     for key, value in section.items():
         name, entry = f"{prefix}{key}", table.get(key, table.get("*"))
         if entry is None:
             nearest = get_close_matches(str(key), table, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
-            raise UserError(f"{name} is not a key of DeepSpeed's that shoal knows; {hint}")
+            raise UserError(f"{name} is not a DeepSpeed key that shoal knows; {hint}")
         if value is None or value == AUTO:
             continue
         if isinstance(entry, Accept) and isinstance(value, dict) and value.keys() & {*entry.switches}:
@@ -157,7 +163,7 @@ def _entries(section: Mapping[str, Any], table: Table, prefix: str) -> Iterator[
 
 
 def _left_out(scheduler: Any, table: Any) -> Iterator[tuple[str, str]]:
-    """What a schedule leaves to DeepSpeed, where the run does something else."""
+    """Yields the keys that a schedule leaves out and for which DeepSpeed's default contradicts the run."""
     if not isinstance(scheduler, dict) or AUTO in (scheduler.get("type") or AUTO, scheduler.get("params")):
         return
     for key, default in SCHEDULE_DEFAULTS.items():
@@ -171,6 +177,7 @@ def _refused(name: str, value: Any, why: str) -> UserError:
 
 
 def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Compares texts without their case; true is not 1."""
+    """True if one of the accepted values equals the value. Texts match in upper and lower case; true does not match
+    1."""
     value = value.lower() if isinstance(value, str) else value
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import AioConfig, Decay, DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import Decay, TrainingConfig
+from shoal.config.schema_distributed import AioConfig, DeepSpeedConfig
 
 AUTO = "auto"
 
@@ -234,6 +235,7 @@ OPTIMIZER_PARAMS: Table = {
 }
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear to 0", "WarmupCosineLR": "cosine"}
+"""shoal's names of DeepSpeed's schedules."""
 SCHEDULE_DEFAULTS = {"warmup_type": "log", "warmup_num_steps": 1000, "cos_min_ratio": 0.0001}
 """The values that DeepSpeed takes for keys that a schedule leaves out."""
 
@@ -340,6 +342,7 @@ def keys_of_schedule(training: TrainingConfig) -> Table:
 
 
 def same_as(other: str, *values: Any) -> Accept:
+    """Accepts the values that agree with `other`, which names a key of the run and its value."""
     return Accept(values, f"contradicts {other}; say auto, or make them agree")
 
 

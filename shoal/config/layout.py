@@ -13,14 +13,8 @@ from typing import Any, Literal
 
 from shoal.config.deepspeed_json import fit_file, idle_keys
 from shoal.config.mesh import DIMENSIONS, fill_mesh, say_mesh
-from shoal.config.schema import (
-    ActivationCheckpointingConfig,
-    DDPConfig,
-    DeepSpeedConfig,
-    DistributedConfig,
-    FSDPConfig,
-    TrainingConfig,
-)
+from shoal.config.schema import ActivationCheckpointingConfig, TrainingConfig
+from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
 from shoal.errors import UserError
 
 Engine = Literal["plain", "ddp", "fully_shard", "deepspeed"]

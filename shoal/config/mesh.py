@@ -1,4 +1,4 @@
-"""The arithmetic of the mesh: how many ranks along each side, and where each stands."""
+"""Mesh arithmetic: how many ranks lie along each dimension, and the coordinates of each rank."""
 
 from __future__ import annotations
 
@@ -8,69 +8,70 @@ from typing import Any
 
 from shoal.config.batch import accumulation, derive_batches
 from shoal.config.deepspeed_json import fit_file
-from shoal.config.schema import Config, DistributedConfig
+from shoal.config.schema import Config
+from shoal.config.schema_distributed import DistributedConfig
 from shoal.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first."""
+"""The dimensions of the mesh, outermost first."""
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
-"""By the schedule of a pipeline."""
+"""How many pipeline stages a rank holds, by the schedule."""
 
 
-def fill_mesh(given: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The sides of the mesh, -1 replaced by what is left of the world."""
-    sizes = {"dp_replicate": 1, "dp_shard": -1, **given}
-    open_sides = [name for name, size in sizes.items() if size == -1]
-    if len(open_sides) > 1:
-        raise UserError(f"distributed.mesh: {' and '.join(open_sides)} are both -1; give one of them")
+def fill_mesh(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Returns the size of each dimension; -1 becomes the number of ranks that the other dimensions leave."""
+    sizes = {"dp_replicate": 1, "dp_shard": -1, **mesh}
+    open_dimensions = [name for name, size in sizes.items() if size == -1]
+    if len(open_dimensions) > 1:
+        raise UserError(f"distributed.mesh: {' and '.join(open_dimensions)} are both -1; set one of them")
     product = prod(size for size in sizes.values() if size != -1)
     rest, remainder = divmod(world_size, product)
-    if remainder or (rest > 1 and not open_sides):
+    if remainder or (rest > 1 and not open_dimensions):
         shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, -1) != -1)
         raise UserError(
-            f"distributed.mesh: {shown} does not divide the {world_size} processes there are"
-            if open_sides
-            else f"distributed.mesh: {shown} = {product}, but there are {world_size} processes"
+            f"distributed.mesh: {shown} does not divide the {world_size} processes; change one of them"
+            if open_dimensions
+            else f"distributed.mesh: {shown} = {product}, but there are {world_size} processes; change one of them"
         )
     return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 
 def say_mesh(sizes: Mapping[str, int]) -> str:
-    """The sides that are longer than one."""
+    """Returns the dimensions with more than one rank, such as `pp 2 × tp 4`."""
     return " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1) or "one process"
 
 
 def data_size(sizes: Mapping[str, int]) -> int:
-    """How many different slices of a batch there are."""
+    """Returns the number of data-parallel ranks: those that get different samples."""
     return prod(sizes.get(name, 1) for name in ("dp_replicate", "dp_shard"))
 
 
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands on the mesh."""
-    place = {}
+    """Returns the coordinates of a rank on the mesh, by dimension."""
+    by_dimension = {}
     for name in reversed(DIMENSIONS):
-        rank, place[name] = divmod(rank, sizes.get(name, 1))
-    return place
+        rank, by_dimension[name] = divmod(rank, sizes.get(name, 1))
+    return by_dimension
 
 
-def data_rank(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Which slice of a batch is that of the rank at this place."""
-    return place["dp_replicate"] * sizes.get("dp_shard", 1) + place["dp_shard"]
+def data_rank(position: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Returns the data-parallel rank at these coordinates."""
+    return position["dp_replicate"] * sizes.get("dp_shard", 1) + position["dp_shard"]
 
 
 def micro_batches_needed(schedule: str, num_stages: int) -> int:
-    """With fewer, the schedule of a pipeline cannot run."""
+    """Returns the smallest number of micro-batches that a pipeline schedule can run with."""
     return num_stages if schedule == "1f1b" else 1
 
 
 def check_cut(recipe: Any, distributed: DistributedConfig, sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh that the recipe's model cannot be cut into, as far as that is known without the model."""
+    """Refuses a mesh that does not fit the recipe's model, as far as that is known without building it."""
     recipe.check_mesh(sizes)
     pp, schedule, blocks = sizes["pp"], distributed.pipeline.schedule, recipe.num_blocks()
     needed = pp * STAGES_PER_RANK[schedule]
     if pp > 1 and blocks is not None and blocks < needed:
-        fewer = ", or distributed.pipeline.schedule 1f1b, which has one stage per rank" if needed > pp else ""
+        fewer = ", or distributed.pipeline.schedule: 1f1b, which has one stage per rank" if needed > pp else ""
         raise UserError(
             f"distributed.pipeline.schedule = {schedule} on distributed.mesh.pp = {pp} has {needed} stages and needs "
             f"{needed} blocks, but the model has {blocks}; use a smaller pp{fewer}"
@@ -78,10 +79,10 @@ def check_cut(recipe: Any, distributed: DistributedConfig, sizes: Mapping[str, i
 
 
 def check_layout(config: Config, recipe: Any, processes: int) -> int:
-    """Refuses a mesh that so many processes are not, that the model cannot be cut into, or that batches do not fill,
-    and a DeepSpeed JSON that says otherwise than the run; how many slices of a batch there are.
+    """Checks the layout of a run before any process starts, and returns the number of data-parallel ranks.
 
-    Processes need not run yet.
+    Refuses a mesh that does not fit the processes, the model or the batches, and a DeepSpeed JSON that contradicts the
+    run.
     """
     distributed = config.distributed
     if distributed.strategy == "deepspeed" and distributed.deepspeed.config_file is not None:
@@ -90,13 +91,13 @@ def check_layout(config: Config, recipe: Any, processes: int) -> int:
         return processes
     sizes = fill_mesh(distributed.mesh.model_dump(), processes)
     check_cut(recipe, distributed, sizes)
-    slices, stages, schedule = data_size(sizes), sizes["pp"], distributed.pipeline.schedule
-    for phase in derive_batches(config.training, slices):
-        times, needed = accumulation(phase, slices), micro_batches_needed(schedule, stages)
+    data_ranks, stages, schedule = data_size(sizes), sizes["pp"], distributed.pipeline.schedule
+    for phase in derive_batches(config.training, data_ranks):
+        times, needed = accumulation(phase, data_ranks), micro_batches_needed(schedule, stages)
         if times < needed:
             raise UserError(
-                f"distributed.mesh.pp = {stages} with schedule {schedule} needs {needed} micro-batches a step, but "
+                f"distributed.mesh.pp = {stages} with schedule {schedule} needs {needed} micro-batches per step, but "
                 f"training.global_batch_size {phase.global_batch_size} = batch_size {phase.batch_size} × {times} × "
-                f"{slices} data-parallel; lower batch_size, or use gpipe"
+                f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
             )
-    return slices
+    return data_ranks

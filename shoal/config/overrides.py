@@ -50,7 +50,7 @@ def _parse_override(override: str) -> tuple[Tree, Sources]:
     """Returns `training.max_steps=5` as a tree."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override {override!r} should look like key.sub=value")
+        raise UserError(f"override {override!r} should have the form section.key=value")
     try:
         tree = parse_value(text)
     except yaml.YAMLError:
@@ -61,7 +61,7 @@ def _parse_override(override: str) -> tuple[Tree, Sources]:
 
 
 def _leaves(value: Any, dotted: str = "") -> Iterator[str]:
-    """Yields the dotted keys of all values that are no sections."""
+    """Yields the dotted keys of all values that are not sections."""
     if not is_section(value):
         yield dotted
         return

@@ -1,4 +1,4 @@
-"""A run: what a file, its bases and the overrides say, checked, with where every value came from."""
+"""Loads a run from a config file and overrides, checks it, and prints it with the source of every value."""
 
 from __future__ import annotations
 
@@ -20,33 +20,39 @@ from shoal.config.yaml import Sources, Tree, format_value, is_section
 from shoal.errors import UserError
 
 RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe"}
+"""The recipes that have a short name."""
 RECIPE_SECTIONS = ("model", "lora", "dataset")
+"""The sections whose keys the recipe declares."""
 DEFAULT = "default"
+"""The source of values that nobody set."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A checked configuration: shoal's own sections, the recipe's, and where each value came from."""
+    """A checked config."""
 
     config: Config
+    """The sections that belong to shoal."""
     recipe_type: type[Any]
     recipe_config: Any
+    """The sections that belong to the recipe, as its `Config`."""
     sources: Sources
+    """Where each value was set, by dotted key."""
 
     def tree(self) -> Tree:
-        """The whole run as plain data, in the order a person reads it; sections the recipe owns merged in."""
-        core = self.config.model_dump()
-        core["experiment"]["output_dir"] = self.config.output_dir
-        own = TypeAdapter(type(self.recipe_config)).dump_python(self.recipe_config)
-        sections = {name: {**(own.get(name) or {}), **core.pop(name, {})} for name in RECIPE_SECTIONS}
-        first = {name: core.pop(name) for name in ("experiment", "recipe")}
-        return {**first, **{name: section for name, section in sections.items() if section}, **core}
+        """Returns all sections as nested dicts, shoal's and the recipe's, in the order of a config file."""
+        tree = self.config.model_dump()
+        tree["experiment"]["output_dir"] = self.config.output_dir
+        recipe_tree = TypeAdapter(type(self.recipe_config)).dump_python(self.recipe_config)
+        sections = {name: {**(recipe_tree.get(name) or {}), **tree.pop(name, {})} for name in RECIPE_SECTIONS}
+        first = {name: tree.pop(name) for name in ("experiment", "recipe")}
+        return {**first, **{name: section for name, section in sections.items() if section}, **tree}
 
     def to_yaml(self, derived: Mapping[str, Any] | None = None) -> str:
-        """The resolved file: every value with its source. It loads again as the same run.
+        """Returns a config file with all values, each with its source. It loads as the same run.
 
-        Derived values are comments: writing them as values would turn a later override of one factor
-        into a contradiction.
+        `derived` are values by dotted key for keys that the config leaves out. They are written as comments: as values
+        they would contradict a later override of another factor of the batch size.
         """
         rows = [*_rows(self.tree(), self.sources, derived or {})]
         width = min(60, max(len(left) for left, _ in rows))
@@ -54,7 +60,7 @@ class Run:
 
 
 def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The lines of a resolved file, each with its comment."""
+    """Yields the lines of a config file, each with its comment."""
     indent = "  " * prefix.count(".")
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -68,45 +74,52 @@ def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str 
 
 
 def source_of(dotted: str, sources: Sources) -> str:
-    """Who set a key. `optimizer: sgd` is what sets optimizer.name."""
+    """Returns where a key was set. The short form `optimizer: sgd` sets `optimizer.name`."""
     return sources.get(dotted) or sources.get(dotted.removesuffix(".name")) or DEFAULT
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Reads, merges and checks a run; every mistake is a UserError of one line."""
+    """Loads a config file with overrides such as `training.max_steps=5`; every mistake is a UserError of one line."""
     tree, sources = read_with_overrides(Path(path), overrides)
     return check_run(tree, sources, import_from=Path(path).parent)
 
 
 def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None) -> Run:
+    """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`."""
     sources = sources or {}
     recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
-    own = fields_of(recipe_type.Config) or {}
-    sections: dict[str, Any] = {name: fields_of(own.get(name, {}), tree.get(name)) for name in RECIPE_SECTIONS}
+    recipe_fields = fields_of(recipe_type.Config) or {}
+    sections: dict[str, Any] = {
+        name: fields_of(recipe_fields.get(name, {}), tree.get(name)) for name in RECIPE_SECTIONS
+    }
     if sections["dataset"] is not None:
         sections["dataset"] = {**LoaderConfig.model_fields, **sections["dataset"]}
     refuse_unknown(tree, {**(fields_of(Config) or {}), **sections}, sources, f"recipe {tree['recipe']!r}")
 
     dataset = tree.get("dataset", {})
     loader = {key: value for key, value in dataset.items() if key in LoaderConfig.model_fields}
-    others = {key: value for key, value in dataset.items() if key not in LoaderConfig.model_fields}
-    core = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
-    config = validate(Config, {**core, "dataset": loader}, sources)
-    given = {key: value for key, value in {**tree, "dataset": others}.items() if key in RECIPE_SECTIONS and key in own}
-    recipe_config = validate(recipe_type.Config, given, sources)
+    recipe_dataset = {key: value for key, value in dataset.items() if key not in LoaderConfig.model_fields}
+    shoal_tree = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
+    config = validate(Config, {**shoal_tree, "dataset": loader}, sources)
+    recipe_tree = {
+        key: value
+        for key, value in {**tree, "dataset": recipe_dataset}.items()
+        if key in RECIPE_SECTIONS and key in recipe_fields
+    }
+    recipe_config = validate(recipe_type.Config, recipe_tree, sources)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
-    """The class behind `recipe: NAME` or `recipe: module:Class`, also from the current or the config's folder."""
+    """Returns the class for `recipe: NAME` or `recipe: module:Class`, also from the current folder or `import_from`."""
     where = f"{named('recipe', sources)} = {name!r}"
-    choices = f"one of {', '.join(RECIPES)}, or your own as package.module:Class"
+    choices = f"one of {', '.join(RECIPES)}, or to your own as package.module:Class"
     if name is None:
-        raise UserError(f"recipe is missing: say what to train, {choices}")
+        raise UserError(f"recipe is missing; set it to {choices}")
     if not isinstance(name, str) or (name not in RECIPES and name.count(":") != 1):
-        raise UserError(f"{where} is not {choices}{_did_you_mean(str(name), RECIPES)}")
+        raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name), RECIPES)}")
     module_name, class_name = RECIPES.get(name, name).split(":")
     sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
     try:

@@ -1,4 +1,4 @@
-"""YAML as people expect it: `1e-4` is a number, `on` is a word, and every value knows its line."""
+"""Reads and writes YAML 1.2, in which `1e-4` is a number and `on` is a text, and finds the line of every value."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import yaml
 from shoal.errors import UserError
 
 Tree = dict[str, Any]
+"""A config as nested dicts."""
 Sources = dict[str, str]
+"""Where each value was set, such as `run.yaml:3`, by dotted key."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The scalars of YAML 1.2. PyYAML's own are 1.1: `on` is true there and `1e-4` a string."""
+    """Reads scalars as YAML 1.2 does. PyYAML implements YAML 1.1, where `on` is true and `1e-4` is a text."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012, PyYAML's own hook
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012, PyYAML reads it from the class
 
 
 for tag, pattern, first_characters in (
@@ -33,24 +35,24 @@ for tag, pattern, first_characters in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), first_characters)
 
 
-_PLAIN = re.compile(r"^[A-Za-z_./~][\w./+:-]*(?<!:)$", re.ASCII)  # text that needs no quotes, also inside a list
+_PLAIN = re.compile(r"^[A-Za-z_./~][\w./+:-]*(?<!:)$", re.ASCII)  # a text that needs no quotes, even inside a list
 
 _WORDS = {"None": "null", "True": "true", "False": "false", "inf": ".inf", "-inf": "-.inf", "nan": ".nan"}
 
 
 def parse_value(text: str) -> Any:
-    """The value of a `key=value` override."""
+    """Returns the value of a YAML text, such as the right side of a `key=value` override."""
     return yaml.load(text, Loader=_Loader)
 
 
 def read_yaml(path: Path) -> tuple[Tree, Sources]:
-    """The mapping in a file, and `file:line` for every value in it by dotted key."""
+    """Returns the mapping in a file, and the `file:line` of every key in it."""
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder; name the YAML file in it") from None
+        raise UserError(f"{path} is a folder; give the YAML file in it") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file (UTF-8)") from None
+        raise UserError(f"{path} is not a text file in UTF-8; give a YAML file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {str(error.strerror).lower()}") from None
 
@@ -69,7 +71,7 @@ def read_yaml(path: Path) -> tuple[Tree, Sources]:
 
 
 def _construct(loader: _Loader, node: yaml.Node, path: Path, prefix: str, sources: Sources) -> Any:
-    """Returns the value of a node, and writes the lines of all keys inside it into `sources`."""
+    """Returns the value of a node, and adds the lines of all keys inside it to `sources`."""
     if not isinstance(node, yaml.MappingNode):
         return loader.construct_object(node, deep=True)
     tree: dict[Any, Any] = {}
@@ -84,7 +86,7 @@ def _construct(loader: _Loader, node: yaml.Node, path: Path, prefix: str, source
 
 
 def is_section(value: Any) -> bool:
-    """Sections merge key by key; any other mapping, such as a schedule by epoch, is a value."""
+    """True for a mapping with text keys. Other mappings, such as a schedule by epoch, are values."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
@@ -97,7 +99,7 @@ def flatten(tree: Tree, prefix: str = "") -> Tree:
 
 
 def format_value(value: Any) -> str:
-    """One line of YAML that reads back as the same value."""
+    """Returns a value as one line of YAML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{format_value(k)}: {format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config.deepspeed_json import fit_json, read_json
 from shoal.config.layout import Layout, layout_of
-from shoal.config.schema import Config, DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig, TrainingConfig
+from shoal.config.schema import Config, TrainingConfig
+from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.processes.detect import detect
 from shoal.processes.world import World

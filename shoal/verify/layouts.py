@@ -11,7 +11,8 @@ from torch import nn
 from shoal.config import Run, check_run, derive_batches
 from shoal.config.batch import accumulation
 from shoal.config.mesh import data_size, fill_mesh, micro_batches_needed
-from shoal.config.schema import DeepSpeedConfig, DistributedConfig, FSDPConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig, DistributedConfig, FSDPConfig
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
 from shoal.parallel.context.ulysses import attentions

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal.config import Run
 from shoal.config.deepspeed_json import fit_file
 from shoal.config.mesh import fill_mesh, say_mesh
-from shoal.config.schema import DeepSpeedConfig, DistributedConfig
+from shoal.config.schema_distributed import DeepSpeedConfig, DistributedConfig
 from shoal.errors import UserError
 from shoal.verify.layouts import LAYOUTS, Layout, distributed_as, mesh_layout, sharded
 

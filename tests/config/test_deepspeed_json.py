@@ -13,7 +13,8 @@ from conftest import ToyRun
 
 from shoal.config import load_run
 from shoal.config.deepspeed_json import fit_json, read_json
-from shoal.config.schema import DeepSpeedConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.errors import UserError
 from shoal.strategies import DeepSpeedStrategy
 
@@ -328,12 +329,12 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "weights to the host at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         run(),
-        "offload_param = cpu, but ZeRO stage 2 keeps all weights on every device; use stage: 3",
+        "offload_param = cpu: ZeRO stage 2 keeps all weights on every device; use stage: 3",
     ),
     "NVMe at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}},
         run(),
-        "offload_optimizer = /local, but ZeRO stage 2 offloads to the host's memory alone; use cpu, or stage: 3",
+        "offload_optimizer = /local: ZeRO stage 2 offloads to host memory only; use cpu, or stage: 3",
     ),
     "NVMe, but where": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
@@ -344,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "I/O that nobody knows": (
         {"aio": {"queue_deep": 8}},
         run(),
-        "aio.queue_deep is not a key of DeepSpeed's that shoal knows; did you mean queue_depth?",
+        "aio.queue_deep is not a DeepSpeed key that shoal knows; did you mean queue_depth?",
     ),
     "I/O in text": (
         {"aio": {"block_size": "big"}},
@@ -371,8 +372,8 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         "fp16.enabled = 1 contradicts training.mixed_precision = fp32",
     ),
     "a slip in fp16": ({"fp16": {"enable": True}}, run(), "did you mean enabled?"),
-    "what fp16 does not have": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a key"),
-    "what nobody has, as auto": ({"banana": AUTO}, run(), "banana is not a key"),
+    "what fp16 does not have": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a DeepSpeed key"),
+    "what nobody has, as auto": ({"banana": AUTO}, run(), "banana is not a DeepSpeed key"),
     "fp16 weights": (
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
         run(mixed_precision="fp16"),
@@ -414,7 +415,7 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "what offload to nowhere does not have": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "banana": 1}}},
         run(),
-        "offload_optimizer.banana is not a key",
+        "offload_optimizer.banana is not a DeepSpeed key",
     ),
     "recomputation by a number": (
         {"activation_checkpointing": {"cpu_checkpointing": 1}},
@@ -461,7 +462,7 @@ def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
         ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled = false contradicts mixed_precision = bf16"),
         ({"train_batch_size": 8}, "fp32", "is for `shoal train`; in a loop of your own leave it out"),
         ({"optimizer": {"params": [1]}}, "fp32", "optimizer.params = [1] should be an object"),
-        ({"optimizer": {"kind": "AdamW"}}, "fp32", "optimizer.kind is not a key"),
+        ({"optimizer": {"kind": "AdamW"}}, "fp32", "optimizer.kind is not a DeepSpeed key"),
     ],
 )
 def test_without_a_run_there_is_the_strategy(told: dict[str, Any], precision: str, words: str) -> None:
@@ -492,12 +493,17 @@ def test_without_zero_it_is_another_strategy() -> None:
         fit_json({}, run(), 2, "ds.json")
 
 
-TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "no valid JSON: stage is given 2 times, as 2 and as 3")
+TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "not valid JSON: stage is given 2 times, as 2 and as 3")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is no valid JSON"), ("[]", "holds a list, not an object"), ('{"stage" 3}', "no valid JSON"), TWICE],
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "holds a list; it should hold an object"),
+        ('{"stage" 3}', "not valid JSON"),
+        TWICE,
+    ],
 )
 def test_a_file_that_is_not_one(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "ds.json").write_text(text)
@@ -511,7 +517,7 @@ def test_comments_and_trailing_commas(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{\n  // which of them\n  "zero_optimization": {"stage": 3,},  # all\n}')
     assert read_json(tmp_path / "ds.json") == {"zero_optimization": {"stage": 3}}
     (tmp_path / "ds.json").write_text('{"a": 1, "a": 2,}')
-    with pytest.raises(UserError, match="no valid JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         read_json(tmp_path / "ds.json")
 
 
@@ -521,7 +527,7 @@ DEEPSPEED = "distributed.strategy=deepspeed"
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["distributed.zero_stage=0"], r"distributed.zero_stage \(command line\): stage 0 splits nothing"),
+        (["distributed.zero_stage=0"], r"distributed.zero_stage \(command line\): stage 0 of ZeRO shards nothing"),
         (["distributed.deepspeed.zero_stage=4"], "distributed.deepspeed.zero_stage"),
         (["distributed.zero_stage=3", "distributed.deepspeed.zero_stage=1"], "deepspeed.zero_stage = 1, but its short"),
         (["distributed.offload=all"], "ZeRO stage 2 keeps all weights on every device; use zero_stage: 3"),

@@ -125,7 +125,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
         (["checkpoint.resume=nowhere"], ["checkpoint.resume = 'nowhere'", "no such folder"]),
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'], ["gradient_cliping", "did you"]),
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "train_batch_size": 5}'], ["train_batch_size", "2 proc"]),
-        ([*JSON, "json={"], ["distributed.deepspeed.config_file", "no valid JSON"]),
+        ([*JSON, "json={"], ["distributed.deepspeed.config_file", "not valid JSON"]),
         (["distributed.strategy=mesh", "distributed.mesh={tp: 3}"], ["tp 3 does not divide the 2 processes"]),
     ],
 )

@@ -276,10 +276,10 @@ def test_moments_of_some_are_refused(stage: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stage": 0}, "use that, or 1, 2 or 3"),
+        ({"stage": 0}, "use 1, 2 or 3, or distributed.strategy: ddp"),
         ({"stage": 4}, "DeepSpeedStrategy(stage=4)"),
-        ({"offload_optimizer": "disk"}, "offload_optimizer='disk'): should be none, cpu, or a folder on a local disk"),
-        ({"offload_optimizer": "/local"}, "ZeRO stage 2 offloads to the host's memory alone; use cpu, or stage=3"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer='disk'): should be none, cpu, or the path of a folder"),
+        ({"offload_optimizer": "/local"}, "ZeRO stage 2 offloads to host memory only; use cpu, or stage=3"),
         ({"offload_parameters": "cpu"}, "ZeRO stage 2 keeps all weights on every device; use stage=3"),
         ({"mixed_precision": "pure_bf16"}, "pure_bf16 is not for strategy deepspeed; use bf16"),
         ({"cpu_checkpointing": True}, "nothing is recomputed; use full"),

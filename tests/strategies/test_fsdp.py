@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verify.planted import Block, Ragged, Words
 
-from shoal.config.schema import FSDPConfig, TrainingConfig
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import FSDPConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.processes.desync import Desync, check_replicas
@@ -258,11 +259,11 @@ def test_what_cannot_be_is_refused_in_one_line(pool4: Pool, options: dict[str, A
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"backward_prefetch": "BACKWARD_POST"}, "always asks for the next unit before"),
-        ({"backward_prefetch": None}, "always asks for the next unit before"),
-        ({"limit_all_gathers": False}, "cannot do otherwise"),
+        ({"backward_prefetch": "BACKWARD_POST"}, "always gathers the next unit before"),
+        ({"backward_prefetch": None}, "always gathers the next unit before"),
+        ({"limit_all_gathers": False}, "always frees a unit"),
         ({"wrap_classes": ["A"], "auto_wrap_policy": "size_based"}, "both choose the units"),
-        ({"min_num_params": 5}, "is for auto_wrap_policy: size_based"),
+        ({"min_num_params": 5}, "needs auto_wrap_policy: size_based"),
     ],
 )
 def test_names_from_elsewhere_mean_what_they_say(keys: dict[str, Any], words: str) -> None:

@@ -74,7 +74,10 @@ def test_where_nothing_is_recomputed_the_run_stops(tmp_path: Path, monkeypatch: 
     ("keys", "words"),
     [
         ({"activation_checkpointing": {"mode": "full", "classes": ["Levle"]}}, "it has Level"),
-        ({"activation_checkpointing": {"mode": "none", "every": 2}}, "have no effect with mode: none"),
+        (
+            {"activation_checkpointing": {"mode": "none", "every": 2}},
+            "mode = none: `every` and `classes` have no effect",
+        ),
         ({"mixed_precision": "fp8"}, "fp8 needs a GPU"),
         ({"mixed_precision": "pure_bf16"}, "use distributed.strategy: fsdp"),
     ],

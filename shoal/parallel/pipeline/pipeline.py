@@ -23,7 +23,7 @@ from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.pipeline.stages import count_stages, follow_mode, stages_of
 from shoal.parallel.pipeline.wire import NOTE_LENGTH, Arrive, Leave, Shape, describe, read_note, shape_of, travelling
-from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
+from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself, times_written
 
 Inputs = Sequence[dict[str, Any]]
 Score = Callable[[Any, int], Tensor]
@@ -256,11 +256,12 @@ class Pipeline:
         for stage in self.stages:
             stage.sent.pop(self._shape(inputs), None)
         buffers = [buffer for stage in self.stages for buffer in stage.module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
+        before = [(buffer.clone(), times_written(buffer)) for buffer in buffers]
         with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
             self.evaluate([inputs], lambda output, index: torch.zeros((), device=self.device), around)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        for buffer, (value, times) in zip(buffers, before, strict=True):
+            if times_written(buffer) != times:
+                buffer.copy_(value)
 
     def _find_schedule(self, num: int, shape: Shape) -> Any:
         """Torch's object for so many micro-batches of this shape, which cannot serve others."""

@@ -1,0 +1,49 @@
+"""The base class of all sections of a config file, and the types of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def refuse_if(wrong: Callable[[Any], bool], message: str) -> BeforeValidator:
+    """Returns a validator that raises `message` if `wrong(value)` is true, before the type is checked."""
+
+    def check(value: Any) -> Any:
+        if wrong(value):
+            raise ValueError(message)
+        return value
+
+    return BeforeValidator(check)
+
+
+def short_for(key: str) -> BeforeValidator:
+    """Returns a validator that reads `optimizer: sgd` as `optimizer: {name: sgd}`, if the key is `name`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """The base class of all sections. It refuses unknown keys, values of the wrong type, and contradictions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        """Returns pairs (condition, message) about values that do not fit together.
+
+        The message of the first condition that is true is raised.
+        """
+        return ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        for contradictory, message in self.contradictions():
+            if contradictory:
+                raise ValueError(message)
+        return self
