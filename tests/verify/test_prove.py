@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import ToyRun
 from pool import Pool
 
 from shoal.config import Run, load_run
 from shoal.errors import UserError
 from shoal.verify import prove
+from shoal.verify.compare import compare
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, mesh_sizes, own_candidate
 from shoal.verify.promises import Case, Promise, promise_of
+from shoal.verify.trace import Trace
 from verify.planted import trace_with
 from verify.runs import bdh, failed, on, ragged
 
@@ -71,6 +75,16 @@ def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> N
     by_name = {check.name: check for check in verdict.checks}
     assert by_name["gradients"].passed
     assert by_name["first weights"].passed
+
+
+def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
+    ones = {name: torch.ones(2) for name in ("a", "b", "c")}
+    good = Trace(start=ones, gradients=ones, sgd_weights=ones, adamw_weights=ones)
+    for name in good.gradients:
+        bad = replace(good, gradients={**good.gradients, name: torch.tensor([1.0, float("nan")])})
+        (check,) = (check for check in compare(good, [bad], Promise(1, None, {}), "fp32") if check.name == "gradients")
+        assert not check.passed
+        assert name in check.detail
 
 
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:

@@ -77,6 +77,8 @@ def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
         prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
     with pytest.raises(UserError, match="--strategies ddp: it has no weights in half precision"):
         prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=on(pool2))
+    with pytest.raises(UserError, match=r"--strategies fsdp_no_shard: .*reduce_every_micro_batch"):
+        prove(ragged(distributed=EVERY_TIME, global_batch_size=8), 2, ["fsdp_no_shard"], runner=on(pool2))
 
 
 @pytest.mark.slow
