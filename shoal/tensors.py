@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,20 @@ def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Pa
                 replaced[id(parameter)] = replace(parameter)
             module._parameters[key] = replaced[id(parameter)]
     return replaced
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Returns the same nesting of mappings, lists, tuples and named tuples with `function` applied to every tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, MutableMapping):
+        mapped = copy.copy(tree)  # keeps the class, also one whose constructor takes other arguments than a dict's
+        mapped.update({key: map_tensors(function, value) for key, value in tree.items()})
+        return mapped
+    if isinstance(tree, list | tuple):
+        values = [map_tensors(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

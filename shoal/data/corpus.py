@@ -31,10 +31,7 @@ class Corpus:
 
     def documents(self) -> Iterator[Iterable[bytes]]:
         """Each document in pieces, so that none has to fit into memory."""
-        if self.rows is None:
-            yield from map(_pieces, self.files)
-        else:
-            yield from ([row.encode()] for row in self.rows)
+        return map(_pieces, self.files) if self.rows is None else ([row.encode()] for row in self.rows)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -48,8 +45,7 @@ def load_corpora(config: TextDataset) -> tuple[Corpus, Corpus | None]:
     if config.name == "stdlib":
         return Corpus(_stdlib_files()), None
     if config.name == "text":
-        assert config.files is not None
-        return Corpus(_expand([config.files] if isinstance(config.files, str) else config.files)), None
+        return Corpus(_expand([config.files] if isinstance(config.files, str) else config.files or [])), None
     return _load_rows(config)
 
 
@@ -65,20 +61,16 @@ def _expand(patterns: list[str]) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        if path.is_file():
-            matches = [path]
-        elif path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        else:
-            matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
-        if not matches:
+        if path.is_dir():
+            inside = {p: p.relative_to(path).parts for p in path.rglob("*")}
+            matches = [p for p, parts in inside.items() if not any(part.startswith(".") for part in parts)]
+        else:  # a file is looked for first: its name may have brackets, which mean something else in a glob
+            matches = [path] if path.is_file() else [*map(Path, glob.glob(str(path), recursive=True))]  # noqa: PTH207
+        files = sorted(p for p in matches if p.is_file())
+        if not files:
             raise UserError(f"dataset.files: {pattern!r} is no file, no folder with files and matches none")
-        found.update(dict.fromkeys(matches))
+        found.update(dict.fromkeys(files))
     return list(found)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _load_rows(config: TextDataset) -> tuple[Corpus, Corpus | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,12 +22,12 @@ def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
     """
     try:
         module = importlib.import_module(package)
-        import huggingface_hub.constants
+        from huggingface_hub import constants
     except ImportError:
         raise UserError(f"{key}: {name!r} needs the package {package}; run `pip install shoal[hf]`") from None
-    reached = local or _hub_answers(huggingface_hub.constants.ENDPOINT)
+    reached = local or (not constants.HF_HUB_OFFLINE and _hub_answers(constants.ENDPOINT))
     if not reached:
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
         if package == "datasets":
             module.config.HF_HUB_OFFLINE = True
     try:
@@ -54,8 +53,6 @@ def snapshot(key: str, name: str, revision: str | None, patterns: list[str], *, 
 
 
 def _hub_answers(url: str) -> bool:
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_REACH_SECONDS).close()
     except urllib.error.HTTPError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from time import perf_counter
 from typing import Any
@@ -12,13 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shoal.data.order import BatchSchedule, samples_at
-from shoal.data.reader import Key, MapDataset, MapReader, Reader
-from shoal.data.stream import OrderedReader, OrderedStream, ShardedReader, ShardedStream
+from shoal.data.order import BatchSchedule, Key, samples_at
+from shoal.data.reader import Dataset, MapDataset, Reader, open_reader
 from shoal.errors import UserError
+from shoal.tensors import map_tensors
 from shoal.types import MicroBatch
-
-Dataset = MapDataset | OrderedStream | ShardedStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,8 @@ class _Item:
 
     def pin_memory(self) -> _Item:
         """Also called by torch's own loader, in a thread."""
-        return replace(self, micro_batch=replace(self.micro_batch, data=_pin(self.micro_batch.data)))
+        data = map_tensors(torch.Tensor.pin_memory, self.micro_batch.data)
+        return replace(self, micro_batch=replace(self.micro_batch, data=data))
 
 
 def _leave_process_group(worker: int) -> None:
@@ -41,57 +41,36 @@ def _leave_process_group(worker: int) -> None:
 class _MicroBatches(IterableDataset[_Item | UserError]):
     """One rank's micro-batches in order; inside worker w of W, every W-th of them from the w-th on."""
 
-    dataset: Dataset
+    open_reader: Callable[[], Reader]
     collate: Callable[[list[Any]], Any]
     batches: BatchSchedule
-    seed: int
-    data_rank: int
-    data_size: int
+    epoch_size: int | None
     start: int
     end: int | None
-    shuffle: bool
-
-    @property
-    def epoch_size(self) -> int | None:
-        return len(self.dataset) if isinstance(self.dataset, MapDataset) else None
-
-    def reader(self) -> Reader:
-        if isinstance(self.dataset, MapDataset):
-            return MapReader(self.dataset, self.seed, self.shuffle, self.data_rank, self.data_size)
-        if isinstance(self.dataset, ShardedStream):
-            return ShardedReader(self.dataset, self.data_rank, self.data_size)
-        return OrderedReader(self.dataset, self.start, self.data_rank, self.data_size)
-
-    def keys_between(self, start: int, end: int) -> list[Key]:
-        if self.epoch_size is None:
-            return [(0, position) for position in range(start, end)]
-        epochs, ids = samples_at(start, end - start, self.epoch_size, self.seed, self.shuffle)
-        return list(zip(epochs.tolist(), ids.tolist(), strict=True))
 
     def __iter__(self) -> Iterator[_Item | UserError]:
         info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         try:
-            yield from self.items(info.id, info.num_workers) if info else self.items(0, 1)
+            reader = self.open_reader()
+            for keys, weight, position in islice(self._planned(reader), worker, None, num_workers):
+                epochs, ids = zip(*keys, strict=True)
+                yield _Item(MicroBatch(self.collate(reader.fetch(keys)), epochs, ids, weight), position)
         except UserError as error:  # as a value: torch would wrap what a worker raises into a page of traceback
             yield error
 
-    def items(self, worker: int, num_workers: int) -> Iterator[_Item]:
-        reader, epoch_size = self.reader(), self.epoch_size
-        position, number = self.start, 0
+    def _planned(self, reader: Reader) -> Iterator[tuple[list[Key], int, int | None]]:
+        """The samples of each micro-batch, its weight, and with a step's last one the position after the step."""
+        position = self.start
         while self.end is None or position < self.end:
-            batch_size = self.batches.at_position(position, epoch_size).batch_size
-            part = reader.part(position, self.batches.step_size(position, epoch_size, self.end), batch_size)
-            position += part.step_size
-            last = len(part.micro_batches) - 1
-            for place, keys in enumerate(part.micro_batches):
-                if number % num_workers == worker:
-                    chosen = keys or list(islice(cycle(part.spare), batch_size))
-                    epochs, ids = zip(*chosen, strict=True)
-                    micro_batch = MicroBatch(self.collate(reader.fetch(chosen)), epochs, ids, weight=int(bool(keys)))
-                    yield _Item(micro_batch, position if place == last else None)
-                number += 1
+            batch_size = self.batches.at(position, self.epoch_size).batch_size
+            part = reader.part(position, self.batches.step_size(position, self.epoch_size, self.end), batch_size)
             if not part.step_size:  # the stream has ended
                 return
+            position += part.step_size
+            for number, keys in enumerate(part.micro_batches, 1):
+                samples = keys or list(islice(cycle(part.spare), batch_size))
+                yield samples, int(bool(keys)), position if number == len(part.micro_batches) else None
 
 
 class Loader:
@@ -119,19 +98,20 @@ class Loader:
         persistent_workers: bool = False,
         prefetch: int = 2,
     ):
-        self.position = position
-        self.waited_seconds = 0.0
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"train_data/eval_data: {type(dataset).__name__} has neither __len__ and __getitem__ nor open(start), "
                 f"so it cannot be resumed; shoal.data.OrderedStream shows what a stream needs"
             )
-        source = _MicroBatches(dataset, collate, batches, seed, data_rank, data_size, position, end, shuffle)
-        self.epoch_size = source.epoch_size
+        self.epoch_size = len(dataset) if isinstance(dataset, MapDataset) else None
         if self.epoch_size == 0:
             raise UserError("train_data/eval_data: the dataset has length 0; it must hold at least one sample")
-        self._source, self._start, self._step_start = source, position, position
+        self.position = self._start = self._step_start = position
+        self.waited_seconds = 0.0
+        self._samples_at = partial(samples_at, epoch_size=self.epoch_size, seed=seed, shuffle=shuffle)
         self._steps: Generator[list[MicroBatch], None, None] | None = None
+        reader = partial(open_reader, dataset, position, seed, shuffle, data_rank, data_size)
+        source = _MicroBatches(reader, collate, batches, self.epoch_size, position, end)
         pin_memory = pin_memory and torch.accelerator.is_available()
         self._pin_here = pin_memory and num_workers == 0
         # Without workers torch's loader is left out: it costs more per step than many a small dataset.
@@ -170,20 +150,10 @@ class Loader:
 
     def last_step(self) -> list[Key]:
         """The (epoch, id) of all samples that all ranks together took in the step last yielded."""
-        return self._source.keys_between(self._step_start, self.position)
+        return self._samples_at(self._step_start, self.position - self._step_start)
 
     def close(self) -> None:
         """Ends the workers, also in the middle of an iteration."""
         if self._steps is not None:
             self._steps.close()
         self._steps = self._items = None
-
-
-def _pin(data: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data.pin_memory()
-    if isinstance(data, dict):
-        return {key: _pin(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(map(_pin, data)) if not hasattr(data, "_fields") else type(data)(*map(_pin, data))
-    return data

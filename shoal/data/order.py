@@ -17,6 +17,9 @@ from shoal.seeding import mix
 from shoal.types import BatchPhase
 
 Ints = NDArray[np.int64]
+Key = tuple[int, int]
+"""Which sample: (epoch, id)."""
+
 _ROUNDS = 12  # with 8, the permutations of five things are visibly not equally likely
 
 
@@ -52,14 +55,19 @@ def _hash(values: NDArray[np.uint64], keys: NDArray[np.uint64], turn: int) -> ND
     return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
 
 
-def samples_at(position: int, count: int, epoch_size: int, seed: int, shuffle: bool) -> tuple[Ints, Ints]:
-    """The epochs and sample ids of `count` samples from `position` on, across as many epoch ends as it takes."""
+def samples_at(position: int, count: int, epoch_size: int | None, seed: int, shuffle: bool) -> list[Key]:
+    """The `count` samples from `position` on, across as many epoch ends as it takes.
+
+    A stream has no epoch size: all its samples are in epoch 0, and a sample's id is its position.
+    """
+    if epoch_size is None:
+        return [(0, i) for i in range(position, position + count)]
     epochs, ids = np.divmod(np.arange(position, position + count), epoch_size)
     if shuffle and count:
         first, last = int(epochs[0]), int(epochs[-1])
         keys = np.array([mix(seed, "order", epoch) for epoch in range(first, last + 1)], np.uint64)
         ids = permute(ids, epoch_size, keys[epochs - first])
-    return epochs, ids
+    return list(zip(epochs.tolist(), ids.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -80,15 +88,13 @@ class BatchSchedule:
     def constant(cls, global_batch_size: int, batch_size: int) -> BatchSchedule:
         return cls((BatchPhase(0, global_batch_size, batch_size),))
 
-    def at(self, epoch: int) -> BatchPhase:
+    def at(self, position: int, epoch_size: int | None) -> BatchPhase:
+        epoch = position // epoch_size if epoch_size else 0
         return next(phase for phase in reversed(self.phases) if phase.first_epoch <= epoch)
-
-    def at_position(self, position: int, epoch_size: int | None) -> BatchPhase:
-        return self.at(position // epoch_size if epoch_size else 0)
 
     def step_size(self, position: int, epoch_size: int | None, end: int | None = None) -> int:
         """The samples in the step that starts at `position`; only the run's last step is cut, at `end`."""
-        size = self.at_position(position, epoch_size).global_batch_size
+        size = self.at(position, epoch_size).global_batch_size
         return size if end is None else min(size, end - position)
 
     def steps_between(self, start: int, end: int, epoch_size: int | None) -> int:
@@ -96,9 +102,8 @@ class BatchSchedule:
         steps, position = 0, start
         following = [phase.first_epoch * epoch_size for phase in self.phases[1:]] if epoch_size else []
         for phase, phase_end in zip(self.phases, [*following, end], strict=False):
-            if position < min(phase_end, end):
-                here = -(-(min(phase_end, end) - position) // phase.global_batch_size)
-                steps, position = steps + here, position + here * phase.global_batch_size
+            here = -(-max(0, min(phase_end, end) - position) // phase.global_batch_size)
+            steps, position = steps + here, position + here * phase.global_batch_size
         return steps
 
 

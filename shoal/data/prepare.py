@@ -61,16 +61,16 @@ def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, file: IO[bytes]) -> None
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     separator = b"" if tokenizer.eos is None else np.array(tokenizer.eos, dtype).tobytes()
     header_bytes = _write_header(file, dtype, 0)
-    total_bytes = sum(path.stat().st_size for path in corpus.files)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("tokenising", total=total_bytes)
+        task = progress.add_task("tokenising", total=sum(path.stat().st_size for path in corpus.files))
         for number, document in enumerate(corpus.documents()):
             for piece in document:
                 try:
                     file.write(tokenizer.encode(piece).astype(dtype).tobytes())
                 except UnicodeDecodeError:
-                    name = corpus.files[number]
-                    raise UserError(f"dataset.tokenizer: {name} is not UTF-8; only bytes can read that") from None
+                    raise UserError(
+                        f"dataset.tokenizer: {corpus.files[number]} is not UTF-8; only bytes can read that"
+                    ) from None
                 progress.update(task, advance=len(piece))
             file.write(separator)
     count = (file.tell() - header_bytes) // dtype.itemsize

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,25 +72,19 @@ class TokenWindows:
 
     def __init__(self, path: Path, seq_length: int, every: int | None = None, held_out: bool = False):
         self.path, self.seq_length, self.every, self.held_out = path, seq_length, every, held_out
-        self._tokens: NDArray[Any] | None = None
-        windows = max(0, self.num_tokens - 1) // seq_length
+        windows = max(0, len(self.tokens) - 1) // seq_length
         num_held_out = -(-windows // every) if every else 0
         self._length = num_held_out if held_out else windows - num_held_out
 
-    @property
+    @cached_property
     def tokens(self) -> NDArray[Any]:
-        if self._tokens is None:
-            self._tokens = open_tokens(self.path)
-            if self._tokens is None:
-                raise UserError(f"dataset.cache_dir: {self.path} is missing or damaged; prepare the data again")
-        return self._tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
+        if (tokens := open_tokens(self.path)) is None:
+            raise UserError(f"dataset.cache_dir: {self.path} is missing or damaged; prepare the data again")
+        return tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None}  # a worker maps the file itself instead of receiving a copy
+        """Without the tokens: a worker maps the file itself instead of receiving a copy."""
+        return {key: value for key, value in self.__dict__.items() if key != "tokens"}
 
     def __len__(self) -> int:
         return self._length
@@ -124,18 +119,16 @@ def open_text(config: TextDataset) -> tuple[TokenWindows, TokenWindows | None]:
     folder = config.cache_folder()
     train_path, *eval_path = [folder / name for name in json.loads(config.reference().read_text())]
     length = config.seq_length
-    if config.eval_fraction == 0 or eval_path:
-        train = TokenWindows(train_path, length)
-        evaluation = TokenWindows(eval_path[0], length) if eval_path else None
-    else:
-        every = round(1 / config.eval_fraction)
-        train = TokenWindows(train_path, length, every)
-        evaluation = TokenWindows(train_path, length, every, held_out=True)
+    every = round(1 / config.eval_fraction) if config.eval_fraction and not eval_path else None
+    train = TokenWindows(train_path, length, every)
+    evaluation = None
+    if every or eval_path:
+        evaluation = TokenWindows(eval_path[0] if eval_path else train_path, length, every, held_out=every is not None)
     for part in (train, evaluation):
         if part is not None and len(part) == 0:
-            needed = length * (2 if part.every else 1) + 1
-            held_out = ", one of them to evaluate on" if part.every else ""
+            needed, held_out = (2 * length + 1, ", one of them to evaluate on") if every else (length + 1, "")
+            found = len(part.tokens)
             raise UserError(
-                f"dataset.seq_length: {length} needs at least {needed} tokens{held_out}; the text has {part.num_tokens}"
+                f"dataset.seq_length: {length} needs at least {needed} tokens{held_out}; the text has {found}"
             )
     return train, evaluation

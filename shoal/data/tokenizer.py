@@ -22,9 +22,11 @@ class Tokenizer(Protocol):
     identity: str
     """Equal for tokenizers that encode alike."""
 
-    def encode(self, text: str | bytes) -> NDArray[Any]: ...
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        """The ids of the tokens; bytes have to be UTF-8, but for the tokenizer `bytes`."""
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these tokens."""
 
 
 class ByteTokenizer:
@@ -63,11 +65,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, the path of a tokenizer.json, or the name of a repository on the Hugging Face Hub that has one."""
     if name == "bytes":
         return ByteTokenizer()
-    local = Path(name).expanduser()
-    if name.endswith(".json") and not local.exists():
+    path = Path(name).expanduser()
+    is_local = path.exists()
+    if name.endswith(".json") and not is_local:
         raise UserError(f"dataset.tokenizer: there is no file {name}")
-    with hub("dataset.tokenizer", name, "tokenizers", local=local.exists()) as tokenizers:
-        if local.exists():
-            file = local / "tokenizer.json" if local.is_dir() else local
+    with hub("dataset.tokenizer", name, "tokenizers", local=is_local) as tokenizers:
+        if is_local:
+            file = path / "tokenizer.json" if path.is_dir() else path
             return JsonTokenizer(tokenizers.Tokenizer.from_file(str(file)))
         return JsonTokenizer(tokenizers.Tokenizer.from_pretrained(name))

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Self, TextIO
+from contextlib import AbstractContextManager, suppress
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -23,7 +23,7 @@ from shoal.observe.patient_file import PatientFile
 _REDRAW_SECONDS = 0.25
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """`first_step` is the last step done before this process started: 0, or the step resumed from.
 
     `off` prints nothing at all: it is also what the other ranks use. `copy` gets every line, plain, whatever the mode.
@@ -39,8 +39,7 @@ class Console:
     ):
         self._file, self._copy = file or sys.stdout, copy
         if mode == "auto":
-            terminal = self._file.isatty() and os.environ.get("TERM") != "dumb"
-            mode = "rich" if terminal else "plain"
+            mode = "rich" if self._file.isatty() and os.environ.get("TERM") != "dumb" else "plain"
         self._mode = mode
         self._step, self._total_steps = first_step, total_steps
         self._opened = time.perf_counter()
@@ -53,11 +52,10 @@ class Console:
             self._live = Live(console=self._terminal, auto_refresh=False, get_renderable=self._bar)
             self._live.start()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._live:
+            self._live.stop()  # draws once more
+            self._live = None
 
     def advance(self, step: int) -> None:
         """Step `step` is done. Called in the hot loop: a store and a comparison, except when a redraw is due."""
@@ -86,11 +84,6 @@ class Console:
             with suppress(OSError):  # it goes to a file on a full disk, or nobody reads it any more
                 print(text, file=self._file, flush=True)
 
-    def close(self) -> None:
-        if self._live:
-            self._live.stop()  # draws once more
-            self._live = None
-
     def _redraw(self) -> None:
         now = time.perf_counter()
         if self._clock is None:  # time counts from the end of the first step, which compiles and warms up
@@ -110,15 +103,13 @@ class Console:
         """One line that always fits: what matters least goes first, and the bar takes the room that is left."""
         left = self._seconds_left()
         shown = {name: _format(name, value) for name, value in self._shown.items()}
-        speeds = [text for name, text in shown.items() if name.endswith("_per_second")]
-        known = [
+        fields = [
             f"step {self._step}/{self._total_steps}",
-            shown.get("train/loss"),
+            *(text for name, text in shown.items() if name == "train/loss"),
             f"left {'-:--' if left is None else _clock_time(left)}",
-            speeds[-1] if speeds else None,
+            *[text for name, text in shown.items() if name.endswith("_per_second")][-1:],
             f"elapsed {_clock_time(time.perf_counter() - self._opened)}",
         ]
-        fields = [field for field in known if field]
         width = self._terminal.width
         while len(fields) > 1 and len("  ".join(fields)) > width:
             fields.pop()

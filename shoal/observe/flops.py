@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.tensors import map_tensors
 
 # Dense TFLOP/s as the makers state them (no sparsity; consumer cards with fp32 accumulation); only the H200's row was
 # checked against a datasheet's figures. A row holds for a device whose name has all its words; the first one counts.
@@ -35,26 +38,20 @@ _OTHER_CHIPS = {"MIG", "TI", "D", "LAPTOP"}  # a slice of a device, or a slower 
 
 def peak_flops(device: torch.device | str, precision: str) -> float | None:
     """FLOP/s of the device in bf16, fp16, tf32 or fp32; None where no datasheet figure is known."""
-    device = torch.device(device)
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
-    if words & _OTHER_CHIPS:
-        return None
-    for name, tflops in _PEAK_TFLOPS:
-        if words.issuperset(name.upper().split()):
-            return tflops[precision] * 1e12 if precision in tflops else None
-    return None
+    rows = [row for name, row in _PEAK_TFLOPS if words.issuperset(name.upper().split())]
+    known = rows and not words & _OTHER_CHIPS
+    tflops = rows[0].get(precision) if known else None
+    return tflops and tflops * 1e12
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module | None:
     """A copy that has shapes and no memory; None if the model cannot be copied."""
     # deepcopy takes what its memo holds, so not even for a moment is there a second set of weights.
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+    memo: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     try:
         return copy.deepcopy(model, memo)
     except Exception:  # foreign modules refuse in their own ways, and an estimate must not end a run
@@ -63,23 +60,21 @@ def copy_on_meta(model: nn.Module) -> nn.Module | None:
 
 def flop_counter() -> FlopCounterMode:
     """torch's own, but for attention with fewer key and value heads than queries, which torch 2.11 refuses to count."""
-    aten = torch.ops.aten
-    forwards = [getattr(aten, f"_scaled_dot_product_{kind}", None) for kind in _ATTENTIONS]
-    backwards = [getattr(aten, f"_scaled_dot_product_{kind}_backward", None) for kind in _ATTENTIONS]
-    formulas = dict.fromkeys(filter(None, forwards), _attention_flops)
-    formulas |= dict.fromkeys(filter(None, backwards), _attention_backward_flops)
+    formulas = {
+        operator: flops
+        for kind in _ATTENTIONS
+        for ending, flops in (("", _attention_flops), ("_backward", _attention_backward_flops))
+        if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{ending}", None))
+    }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
 
-class _NoModules:
+class _NoModules(nullcontext[None]):
     """Instead of telling modules apart, by hooks that a backward in halves cannot run."""
 
     parents = frozenset({"Global"})
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exception: object) -> None: ...
 
 
 _ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -112,12 +107,4 @@ def count_forward_flops(forward: Callable[[], object]) -> int | None:
 
 def tree_to_meta(tree: Any) -> Any:
     """The same nesting of dicts, lists and tuples with tensors that have a shape and no values."""
-    if isinstance(tree, Tensor):
-        return tree.to("meta")
-    if isinstance(tree, Mapping):
-        return {key: tree_to_meta(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*map(tree_to_meta, tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(tree_to_meta, tree))
-    return tree
+    return map_tensors(lambda tensor: tensor.to("meta"), tree)

@@ -7,6 +7,7 @@ TensorBoard forget what they had after k; W&B and MLflow only append, so there t
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,11 +29,14 @@ _warnings = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records numbers by name."""
 
-    def text(self, step: int, tag: str, text: str) -> None: ...
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Records a text, such as a sample of what the model writes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes what is left and lets go of the file or the service."""
 
 
 class Loggers:
@@ -57,8 +61,9 @@ class Loggers:
                 call(logger)
             except Exception as error:
                 self._loggers.remove(logger)
-                name = type(logger).__name__
-                _warnings.warning("%s stopped at %s and training goes on: %s", name, when, _one_line(error))
+                _warnings.warning(
+                    "%s stopped at %s and training goes on: %s", type(logger).__name__, when, _one_line(error)
+                )
 
 
 def open_loggers(
@@ -75,18 +80,15 @@ def open_loggers(
     0 starts every logger anew. With `evaluates_again` its evaluation does not.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    loggers: list[Logger] = []  # services first: one that cannot be reached stops the run before files change
-    if config.wandb:
-        options = WandbConfig() if config.wandb is True else config.wandb
-        loggers.append(WandbLogger(options, output_dir, name, settings, resume_step))
-    if config.mlflow:
-        service = MlflowConfig() if config.mlflow is True else config.mlflow
-        loggers.append(MlflowLogger(service, output_dir, name, settings, resume_step))
+    services: Any = ((config.wandb, WandbConfig, WandbLogger), (config.mlflow, MlflowConfig, MlflowLogger))
+    files = ((config.jsonl, JsonlLogger), (config.tensorboard, TensorBoardLogger))
+    loggers: list[Logger] = [  # services first: one that cannot be reached stops the run before files change
+        logger(defaults() if service is True else service, output_dir, name, settings, resume_step)
+        for service, defaults, logger in services
+        if service
+    ]
     try:
-        if config.jsonl:
-            loggers.append(JsonlLogger(output_dir, resume_step, evaluates_again))
-        if config.tensorboard:
-            loggers.append(TensorBoardLogger(output_dir, resume_step, evaluates_again))
+        loggers += [logger(output_dir, resume_step, evaluates_again) for chosen, logger in files if chosen]
     except OSError as error:
         raise UserError(
             f"experiment.output_dir = {str(output_dir)!r}: its log cannot be written: {error.strerror}"
@@ -102,13 +104,8 @@ class JsonlLogger:
 
     def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
         path = output_dir / "metrics.jsonl"
-        kept = list(_lines_up_to(resume_step, evaluates_again, path)) if resume_step and path.exists() else []
-        beside = path.with_suffix(".jsonl.tmp")
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        lines = path.read_bytes().splitlines(keepends=True) if resume_step and path.exists() else []
+        _replace(path, b"".join(line for line in lines if _stands(line, resume_step, evaluates_again)))
         self._file = PatientFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,18 +123,29 @@ class JsonlLogger:
         self._file.flush()
 
 
-def _lines_up_to(step: int, evaluates_again: bool, path: Path) -> Iterator[str]:
-    """Whole lines only: a process killed while writing leaves a torn one."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                redone = evaluates_again and row["step"] == step and not any(key.startswith("train/") for key in row)
-                stands = line.endswith("\n") and row["step"] <= step and not redone
-            except (ValueError, KeyError, TypeError):
-                stands = False
-            if stands:
-                yield line
+def _stands(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
+    """Whether a line is whole and will not be written again. A process killed while writing leaves a torn one."""
+    try:
+        row = json.loads(line)
+        return line.endswith(b"\n") and not _is_redone(row["step"], row, resume_step, evaluates_again)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_redone(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
+    """Whether a run that goes on from `resume_step` will write this record again."""
+    of_training = any(name.startswith("train/") for name in names)
+    return step > resume_step or (step == resume_step and evaluates_again and not of_training)
+
+
+def _replace(path: Path, content: bytes | bytearray) -> None:
+    """Replaces a file at once, so that a process that is killed leaves the old one or the new one."""
+    beside = path.with_name("rewritten")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 class TensorBoardLogger:
@@ -180,7 +188,7 @@ class TensorBoardLogger:
         self._records.flush()
 
 
-def _forget_after(step: int, evaluates_again: bool, path: Path) -> None:
+def _forget_after(resume_step: int, evaluates_again: bool, path: Path) -> None:
     """Takes what is redone out of an event file, and what a process that was killed had half written.
 
     `purge_step` alone is not enough: not every reader knows it, and none applies it to texts.
@@ -189,34 +197,24 @@ def _forget_after(step: int, evaluates_again: bool, path: Path) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
 
     data = path.read_bytes()
-    kept: list[bytes] = []
-    start = 0
+    kept, start = bytearray(), 0
     try:
-        while start + 16 <= len(data):  # a length, its digest, the event, its digest
-            end = start + 16 + int.from_bytes(data[start : start + 8], "little")
-            if end > len(data):
-                break
+        # An event is framed by 16 bytes: its length, the length's digest, and after the event the event's digest.
+        while (end := start + 16 + int.from_bytes(data[start : start + 8], "little")) <= len(data):
             event = Event.FromString(data[start + 12 : end - 4])
-            train = all(value.tag.startswith("train/") for value in event.summary.value)
-            redone = event.step > step or (evaluates_again and event.step == step and not train)
-            if not (event.HasField("summary") and redone):
-                kept.append(data[start:end])
+            tags = (value.tag for value in event.summary.value)
+            if not event.HasField("summary") or not _is_redone(event.step, tags, resume_step, evaluates_again):
+                kept += data[start:end]
             start = end
     except DecodeError:  # not ours; readers will stop there too
         return
-    whole = b"".join(kept)
-    if kept and whole != data:
-        beside = path.with_name("rewritten")
-        beside.write_bytes(whole)
-        beside.replace(path)
+    if kept and kept != data:
+        _replace(path, kept)
 
 
 class WandbLogger:
     def __init__(self, config: WandbConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int):
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("logging.wandb is on but wandb is not installed: pip install shoal[wandb]") from None
+        wandb = _import("wandb")
         id_file = output_dir / "wandb_run_id"
         run_id = _known_run(id_file, resume_step) or secrets.token_hex(4)
         try:
@@ -238,13 +236,12 @@ class WandbLogger:
         self._html = wandb.Html
         self._first_new_step = self._run.step  # W&B refuses steps it already has
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step >= self._first_new_step:
             self._run.log(dict(metrics), step=step)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        if step >= self._first_new_step:
-            self._run.log({tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
+        self.log(step, {tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
     def close(self) -> None:
         self._run.finish()
@@ -256,18 +253,14 @@ class MlflowLogger:
     def __init__(
         self, config: MlflowConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int
     ):
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except ImportError:
-            raise UserError("logging.mlflow is on but mlflow is not installed: pip install shoal[mlflow]") from None
+        mlflow = _import("mlflow")
         # MLflow 3 refuses folders in favour of databases, but mlflow-skinny brings no database driver.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = config.tracking_uri or (output_dir / "mlruns").resolve().as_uri()
         id_file = output_dir / "mlflow_run_id"
         self._last_steps: dict[str, int] = {}
         try:
-            self._client = client = MlflowClient(tracking_uri=uri)
+            self._client = client = mlflow.MlflowClient(tracking_uri=uri)
             if known := _known_run(id_file, resume_step):
                 self._run_id = known
                 for metric in client.get_run(known).data.metrics:
@@ -277,14 +270,14 @@ class MlflowLogger:
                 experiment = client.get_experiment_by_name(config.experiment)
                 experiment_id = experiment.experiment_id if experiment else client.create_experiment(config.experiment)
                 self._run_id = client.create_run(experiment_id, run_name=name).info.run_id
-                params = [Param(key, str(value)) for key, value in _flatten(settings)]
+                params = [mlflow.entities.Param(key, str(value)) for key, value in _flatten(settings)]
                 for start in range(0, len(params), 100):  # MLflow's limit per call
                     client.log_batch(self._run_id, params=params[start : start + 100])
         except Exception as error:
             hint = "give a server, or a database that the full mlflow package opens"
             raise UserError(f"logging.mlflow.tracking_uri={uri} failed: {_one_line(error)}; {hint}") from error
         id_file.write_text(self._run_id)
-        self._metric = Metric
+        self._metric = mlflow.entities.Metric
         self._error: Exception | None = None
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
@@ -317,6 +310,15 @@ class MlflowLogger:
                 call()
         except Exception as error:  # raised in the main thread by the next call
             self._error = error
+
+
+def _import(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(
+            f"logging.{package} is on but {package} is not installed: pip install shoal[{package}]"
+        ) from None
 
 
 def _known_run(id_file: Path, resume_step: int) -> str | None:

@@ -17,8 +17,7 @@ def memory_gib(device: torch.device | str) -> float:
 
     Only Linux tells a process its present size cheaply; elsewhere it is the peak.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     if (statm := Path("/proc/self/statm")).exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB

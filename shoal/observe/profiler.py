@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch.profiler import profile, record_function
@@ -22,33 +23,28 @@ class Profiler:
         self._next_step: float = config.start if config else math.inf
         self._end_step = config.start + config.steps if config else 0
         self._profile: profile | None = None
-        self._span: record_function
+        self._span = ExitStack()
 
     def step(self, step: int) -> None:
-        if step >= self._next_step:
-            self._switch(step)
-
-    def _switch(self, step: int) -> None:
+        if step < self._next_step:
+            return
         if step >= self._end_step:  # also at once, when a resumed run is already past the chosen steps
             self.close()
             return
         if self._profile is None:
             self._first_step = step
-            self._profile = profile(
-                record_shapes=True, acc_events=True
-            )  # of the CPU, and of the accelerator if there is one
+            # Of the CPU, and of the accelerator if there is one.
+            self._profile = profile(record_shapes=True, acc_events=True)
             self._profile.start()
-        else:
-            self._span.__exit__(None, None, None)
-        self._span = record_function(f"step {step}")
-        self._span.__enter__()
+        self._span.close()
+        self._span.enter_context(record_function(f"step {step}"))
         self._last_step, self._next_step = step, step + 1
 
     def close(self) -> None:
         self._next_step = math.inf
         if self._profile is None:
             return
-        self._span.__exit__(None, None, None)
+        self._span.close()
         done, self._profile = self._profile, None
         done.stop()
         self._folder.mkdir(parents=True, exist_ok=True)

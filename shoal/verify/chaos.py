@@ -14,19 +14,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import find_latest_checkpoint
-from shoal.checkpoint.inspect import Difference, diff, open_step
+from shoal.checkpoint import Checkpoint, find_latest_checkpoint
+from shoal.checkpoint.inspect import diff, open_step
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.processes.detect import rank_in
 
 _LOOK_SECONDS = 0.005
+_DELAYS = {"in a step": 0.3, "in a save": 0.02, "in an evaluation": 0.1}
+"""The moments to kill at: how many seconds after one began, at most."""
 _TIMES = ("_per_second", "seconds", "memory_gib", "mfu")
 """Metrics that no two runs share."""
+
+Start = Callable[[Path], "subprocess.Popen[str]"]
+Log = dict[str, list[tuple[int, object]]]
+"""tag → steps and values."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,11 @@ class Kill:
     after_step: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
-    kills: list[Kill] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    allowed: float | None = None
+    kills: list[Kill]
+    problems: list[str]
+    allowed: float | None
     """How far apart two undisturbed runs were, where hardware does not repeat; None if it does."""
 
     @property
@@ -50,8 +57,7 @@ class Verdict:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        kills = [vars(kill) for kill in self.kills]
-        return {"passed": self.passed, "kills": kills, "problems": self.problems, "allowed": self.allowed}
+        return {"passed": self.passed, **asdict(self)}
 
 
 def chaos(
@@ -65,119 +71,95 @@ def chaos(
 ) -> Verdict:
     """`run` is what config and overrides resolve to; `folder` has to be new, and holds all runs."""
     folder.mkdir(parents=True)
-    started = _Started(config, overrides, run, kills)
+    start = partial(_start, config, overrides, kills + 3)
     told("undisturbed run")
-    undisturbed = started.to_its_end(folder / "undisturbed")
-    verdict = Verdict()
+    undisturbed = _to_its_end(start, folder / "undisturbed")
+    allowed = None
     if not _repeats(run):
         told("undisturbed run again: this hardware does not repeat to the bit, and the difference is what is allowed")
-        again = started.to_its_end(folder / "again")
-        verdict.allowed = 2 * _largest(_difference(undisturbed, again))
-    killer = _Killer(started, folder / "disturbed", run, random.Random(seed), told)
-    verdict.kills = killer.kill(kills)
-    difference = _difference(undisturbed, folder / "disturbed", verdict.allowed)
-    verdict.problems = [*_problems(difference), *_metric_problems(undisturbed, folder / "disturbed", verdict.allowed)]
-    if run.config.logging.tensorboard:
-        verdict.problems += _tensorboard_problems(undisturbed, folder / "disturbed", verdict.allowed)
-    return verdict
+        difference = diff(_last_checkpoint(undisturbed), _last_checkpoint(_to_its_end(start, folder / "again")))
+        allowed = 2 * max((found.relative or 0.0 for found in difference.tensors), default=0.0)
+    disturbed = folder / "disturbed"
+    killed = _Killer(start, disturbed, run, random.Random(seed), told).kill(kills)
+    problems = checkpoint_problems(undisturbed, disturbed, allowed) + log_problems(undisturbed, disturbed, allowed)
+    return Verdict(killed, problems, allowed)
 
 
-@dataclass(frozen=True)
-class _Started:
-    """How the user's run is started."""
+def _start(config: Path, overrides: Sequence[str], max_restarts: int, folder: Path) -> subprocess.Popen[str]:
+    """Starts the user's run in this folder."""
+    keys = {
+        "experiment.output_dir": folder,
+        "logging.every": 1,
+        "logging.console": "off",
+        "logging.jsonl": "true",
+        "launch.max_restarts": max_restarts,
+    }
+    command = [sys.executable, "-m", "shoal", "train", str(config), *overrides]
+    command += [f"{key}={value}" for key, value in keys.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "chaos.log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
-    config: Path
-    overrides: Sequence[str]
-    run: Run
-    kills: int
 
-    def start(self, folder: Path) -> subprocess.Popen[str]:
-        keys = {
-            "experiment.output_dir": folder,
-            "logging.every": 1,
-            "logging.console": "off",
-            "launch.max_restarts": self.kills + 3,
-        }
-        command = [sys.executable, "-m", "shoal", "train", str(self.config), *self.overrides]
-        command += [f"{key}={value}" for key, value in keys.items()]
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "chaos.log").open("a") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, text=True)
-
-    def to_its_end(self, folder: Path) -> Path:
-        process = self.start(folder)
-        if process.wait():
-            raise UserError(f"the undisturbed run failed with {process.returncode}; see {folder / 'chaos.log'}")
-        return folder
+def _to_its_end(start: Start, folder: Path) -> Path:
+    if code := start(folder).wait():
+        raise UserError(f"the undisturbed run failed with {code}; see {folder / 'chaos.log'}")
+    return folder
 
 
 class _Killer:
-    def __init__(
-        self, started: _Started, folder: Path, run: Run, rng: random.Random, told: Callable[[str], None]
-    ) -> None:
-        self.started, self.folder, self.run, self.rng, self.told = started, folder, run, rng, told
-        self.process = started.start(folder)
+    def __init__(self, start: Start, folder: Path, run: Run, rng: random.Random, told: Callable[[str], None]) -> None:
+        self.start, self.folder, self.rng, self.told = start, folder, rng, told
+        self.eval_steps = run.config.training.eval_steps
+        self.launcher_name = "the process" if run.config.launch.procs_per_node == 1 else "the launcher"
+        self.process = start(folder)
 
     def kill(self, times: int) -> list[Kill]:
         """Kills as often, starting the run again where its launcher died, and lets it come to its end."""
         kills: list[Kill] = []
-        while len(kills) < times:
-            kill = self._kill_once()
-            if kill is None:
-                self.told(f"the run ended after {len(kills)} kills; give it more steps for more")
-                break
+        while len(kills) < times and (kill := self._kill_once()):
             kills.append(kill)
             self.told(f"kill {len(kills)} of {times}: {kill.victim}, {kill.moment}, after step {kill.after_step}")
-        self._come_to_an_end()
+        if len(kills) < times:
+            self.told(f"the run ended after {len(kills)} kills; give it more steps for more")
+        while self.process.wait() != 0:
+            self._start_again()
         return kills
 
     def _kill_once(self) -> Kill | None:
-        moment = self.rng.choice(["in a step", "in a save", *(["in an evaluation"] if self._evaluates() else [])])
-        before = self._step()
-        while not self._is_at(moment, before):
-            if self.process.poll() is not None and not self._start_again():
-                return None
-            time.sleep(_LOOK_SECONDS)
-        time.sleep(self.rng.random() * {"in a step": 0.3, "in a save": 0.02, "in an evaluation": 0.1}[moment])
-        victims = self._victims()
-        if not victims:
-            return None if self.process.poll() == 0 else self._kill_once()
-        pid, name = self.rng.choice(victims)
-        step = self._step()
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it came to its end by itself
-            return self._kill_once()
-        self._wait_for_its_end(pid)
-        return Kill(name, moment, step)
+        """None if the run came to its end before."""
+        while self.process.poll() != 0:
+            moment = self.rng.choice([moment for moment in _DELAYS if self.eval_steps or moment != "in an evaluation"])
+            before = self._step()
+            while not self._is_at(moment, before):
+                if self.process.poll() is not None and not self._start_again():
+                    return None
+                time.sleep(_LOOK_SECONDS)
+            time.sleep(self.rng.random() * _DELAYS[moment])
+            if self.process.poll() is None:
+                pid, name = self.rng.choice([*_workers(self.process.pid), (self.process.pid, self.launcher_name)])
+                step = self._step()
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:  # it came to its end by itself
+                    continue
+                self._wait_for_its_end(pid)
+                return Kill(name, moment, step)
+        return None
 
     def _is_at(self, moment: str, before: int) -> bool:
         """Whether the run has got on since the last kill, and is about to be where it is to be killed."""
         if moment == "in a save":
             return any((self.folder / "checkpoints").glob(".step_*.part"))
         step = self._step()
-        every = self.run.config.training.eval_steps
-        return step > before and (moment == "in a step" or (every is not None and step % every == 0))
-
-    def _evaluates(self) -> bool:
-        return self.run.config.training.eval_steps is not None
+        return step > before and (moment == "in a step" or step % (self.eval_steps or 1) == 0)
 
     def _step(self) -> int:
         """The last step in the log."""
         try:
-            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"])
+            return int(json.loads((self.folder / "metrics.jsonl").read_bytes().splitlines()[-1])["step"])
         except (OSError, IndexError, ValueError, KeyError):
             return 0
-
-    def _victims(self) -> list[tuple[int, str]]:
-        """The ranks, and whoever started them."""
-        if self.process.poll() is not None:
-            return []
-        launcher = self.process.pid
-        found = [(pid, f"rank {rank}") for pid in _descendants(launcher) if (rank := _rank_of(pid)) is not None]
-        alone = self.run.config.launch.procs_per_node == 1
-        return [*found, (launcher, "the process" if alone else "the launcher")]
 
     def _wait_for_its_end(self, pid: int) -> None:
         if pid == self.process.pid:
@@ -185,55 +167,34 @@ class _Killer:
             self._start_again()
             return
         deadline = time.monotonic() + 60
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                return
+        while Path(f"/proc/{pid}").exists() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def _start_again(self) -> bool:
         """Whether there is still something to do for the run."""
-        if self.process.returncode == 0:
-            return False
-        if self.process.returncode > 0:
+        code = self.process.returncode
+        if code > 0:
             raise UserError(
-                f"the disturbed run failed with {self.process.returncode} instead of going on; see "
-                f"{self.folder / 'chaos.log'}"
+                f"the disturbed run failed with {code} instead of going on; see {self.folder / 'chaos.log'}"
             )
-        self.process = self.started.start(self.folder)
-        return True
-
-    def _come_to_an_end(self) -> None:
-        while self.process.wait() != 0:
-            self._start_again()
+        if code < 0:
+            self.process = self.start(self.folder)
+        return code < 0
 
 
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found, left = [], [pid]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
+def _workers(launcher: int) -> list[tuple[int, str]]:
+    """The processes that a launcher has started, by rank."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (folder / "environ").read_text().split("\0") if parent == launcher else []
+        except (OSError, ValueError, IndexError):  # it has ended
+            continue
+        rank = rank_in(dict(variable.split("=", 1) for variable in variables if "=" in variable))
+        if rank is not None:
+            found.append((int(folder.name), f"rank {rank}"))
     return found
-
-
-def _rank_of(pid: int) -> str | None:
-    """Of a worker itself, not of what it started."""
-    try:
-        environment = dict(
-            pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair
-        )
-        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except (OSError, ValueError):
-        return None
-    return rank_in(environment) if "shoal" in command and "train" in command else None
 
 
 def _repeats(run: Run) -> bool:
@@ -244,62 +205,52 @@ def _repeats(run: Run) -> bool:
     return on_cpu or run.config.experiment.deterministic
 
 
-def _difference(a: Path, b: Path, rtol: float | None = None) -> Difference:
-    ends = [find_latest_checkpoint(folder) for folder in (a, b)]
-    for folder, end in zip((a, b), ends, strict=True):
-        if end is None:
-            raise UserError(f"{folder} has no good checkpoint at its end")
-    return diff(open_step(ends[0]), open_step(ends[1]), rtol)  # type: ignore[arg-type]
+def _last_checkpoint(folder: Path) -> Checkpoint:
+    if (path := find_latest_checkpoint(folder)) is None:
+        raise UserError(f"{folder} has no good checkpoint at its end")
+    return open_step(path)
 
 
-def _largest(difference: Difference) -> float:
-    return max((found.relative or 0.0 for found in difference.tensors), default=0.0)
-
-
-def _problems(difference: Difference) -> list[str]:
+def checkpoint_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
+    difference = diff(_last_checkpoint(undisturbed), _last_checkpoint(disturbed), allowed)
     problems = [f"{key}: {a} undisturbed, {b} disturbed" for key, (a, b) in difference.position.items()]
     problems += [f"{name} is only in one of them" for name in (*difference.only_in_a, *difference.only_in_b)]
     return problems + [f"{found.name} differs by {found.relative} of its largest value" for found in difference.tensors]
 
 
-def _metric_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
-    """A killed run's log has every step once, as the other's."""
-    logs = []
-    for folder in (undisturbed, disturbed):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        logs.append([{key: value for key, value in row.items() if not key.endswith(_TIMES)} for row in rows])
-    steps = [[row["step"] for row in log] for log in logs]
-    if steps[0] != steps[1]:
-        return [f"metrics.jsonl has {len(steps[1])} rows, the undisturbed one {len(steps[0])}"]
-    if allowed is not None:
-        return []
-    wrong = next((row["step"] for row, other in zip(*logs, strict=True) if row != other), None)
-    return [] if wrong is None else [f"metrics.jsonl differs at step {wrong}"]
-
-
-def _tensorboard_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
-    """What TensorBoard shows of a killed run is what it shows of the other: each tag, each step once."""
-    a, b = (_shown_by_tensorboard(folder / "tensorboard") for folder in (undisturbed, disturbed))
-    problems = [f"TensorBoard has {tag} in only one of them" for tag in sorted(a.keys() ^ b.keys())]
-    for tag in sorted(a.keys() & b.keys()):
-        steps = [[step for step, _ in shown[tag]] for shown in (a, b)]
-        if steps[0] != steps[1]:
-            problems.append(f"TensorBoard has {len(steps[1])} points of {tag}, the undisturbed one {len(steps[0])}")
-        elif allowed is None and not tag.endswith(_TIMES) and a[tag] != b[tag]:
-            step = next(one[0] for one, other in zip(a[tag], b[tag], strict=True) if one != other)
-            problems.append(f"TensorBoard differs in {tag} at step {step}")
+def log_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
+    """A killed run's log, and what TensorBoard shows of it, is the other's: each tag, each step once."""
+    problems = []
+    for name, read in (("metrics.jsonl", read_metrics), ("tensorboard", read_tensorboard)):
+        if not (undisturbed / name).exists():
+            continue
+        a, b = read(undisturbed / name), read(disturbed / name)
+        problems += [f"{name} has {tag} in only one of them" for tag in sorted(a.keys() ^ b.keys())]
+        for tag in sorted(a.keys() & b.keys()):
+            if [step for step, _ in a[tag]] != [step for step, _ in b[tag]]:
+                problems.append(f"{name} has {len(b[tag])} points of {tag}, the undisturbed one {len(a[tag])}")
+            elif allowed is None and not tag.endswith(_TIMES) and a[tag] != b[tag]:
+                step = next(one[0] for one, other in zip(a[tag], b[tag], strict=True) if one != other)
+                problems.append(f"{name} differs in {tag} at step {step}")
     return problems
 
 
-def _shown_by_tensorboard(folder: Path) -> dict[str, list[tuple[int, object]]]:
-    """tag → steps and values, numbers and texts."""
+def read_metrics(path: Path) -> Log:
+    """The lines themselves are the tag `line`: which names each has."""
+    log: Log = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        for tag, value in {**row, "line": [*row]}.items():
+            log.setdefault(tag, []).append((row["step"], value))
+    return log
+
+
+def read_tensorboard(folder: Path) -> Log:
+    """Numbers and texts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
-    shown: dict[str, list[tuple[int, object]]] = {}
-    for tag in tags["scalars"]:
-        shown[tag] = [(event.step, str(event.value)) for event in events.Scalars(tag)]  # where NaN equals NaN
-    for tag in tags["tensors"]:
-        shown[tag] = [(event.step, event.tensor_proto.SerializeToString()) for event in events.Tensors(tag)]
-    return shown
+    # Numbers as text, where NaN equals NaN.
+    log: Log = {tag: [(event.step, str(event.value)) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+    texts = {tag: events.Tensors(tag) for tag in tags["tensors"]}
+    return log | {tag: [(e.step, e.tensor_proto.SerializeToString()) for e in found] for tag, found in texts.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from math import inf, isfinite, isnan
 
 import torch
 from torch import Tensor
 
+from shoal.verify.promises import Promise, Range
 from shoal.verify.trace import Trace
 
 
@@ -44,55 +45,20 @@ BOUNDS = {
 """By the precision that matrix products are computed in. The half types are bounds of rounding, not of proof."""
 
 
-@dataclass(frozen=True)
-class Range:
-    low: float
-    high: float
-
-    @classmethod
-    def exactly(cls, value: float) -> Range:
-        return cls(value, value)
-
-    def __str__(self) -> str:
-        return f"{self.high:.2f}" if self.low in (0, self.high) else f"{self.low:.2f} to {self.high:.2f}"
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a layout says it costs a rank, as shares of what one device has."""
-
-    parameter_bytes: float
-    flops: Range | None
-    """None if they cannot be counted."""
-    collectives: dict[str, Range]
-    """By kind: what a step sends, as a share of the bytes of all parameters that are trained."""
-    others: frozenset[str] = frozenset()
-    """Other kinds it may use."""
-    state_bytes: float | None = None
-    """What the optimizer keeps, where that is split otherwise than the parameters."""
-    needs: frozenset[str] = frozenset()
-    """Those of them that it has to use."""
-
-
 def compare(reference: Trace, ranks: list[Trace], promise: Promise, precision: str) -> list[Check]:
     """All checks of one layout against one device."""
     bounds = BOUNDS[precision]
     first = ranks[0]
     return [
         _desync(ranks),
-        _equal_scalars("loss", reference.losses, ranks, [rank.losses for rank in ranks], bounds.gradient),
-        _equal_scalars("gradient norm", reference.grad_norms, ranks, [r.grad_norms for r in ranks], bounds.gradient),
+        _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
+        _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
         _same_start(reference, first),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("gradients later", reference.later_gradients, first.later_gradients, bounds),
-        _weights("weights, SGD", reference, reference.sgd_weights, first.sgd_weights, bounds.sgd_weights, bounds.floor),
+        _weights("weights, SGD", reference, reference.sgd_weights, first.sgd_weights, bounds.sgd_weights, bounds),
         _weights(
-            "weights, AdamW",
-            reference,
-            reference.adamw_weights,
-            first.adamw_weights,
-            bounds.adamw_weights,
-            bounds.floor,
+            "weights, AdamW", reference, reference.adamw_weights, first.adamw_weights, bounds.adamw_weights, bounds
         ),
         *_work(reference, ranks, promise),
     ]
@@ -103,11 +69,11 @@ def _desync(ranks: list[Trace]) -> Check:
     return Check("ranks agree", not found, found or "samples and gradients, over all ranks")
 
 
-def _equal_scalars(name: str, expected: list[float], ranks: list[Trace], got: list[list[float]], bound: float) -> Check:
+def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]], bound: float) -> Check:
     worst, where = 0.0, "equal on all ranks"
-    for rank, values in enumerate(got):
+    for rank, values in enumerate(by_rank):
         for step, (a, b) in enumerate(zip(expected, values, strict=True)):
-            error = abs(a - b) / max(abs(a), 1e-12) if isfinite(a) and isfinite(b) else float("inf")
+            error = abs(a - b) / max(abs(a), 1e-12) if isfinite(a) and isfinite(b) else inf
             if error > worst:
                 worst, where = error, f"{b:.7g} on rank {rank} at step {step + 1}, {a:.7g} on one device"
     return Check(name, worst <= bound, f"{worst:.1e}: {where}")
@@ -122,17 +88,10 @@ def _same_start(reference: Trace, layout: Trace) -> Check:
 def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds) -> Check:
     if missing := expected.keys() ^ got.keys():
         return Check(name, False, f"{sorted(missing)[0]} has a gradient in one layout alone")
-    whole = _norm(expected)
-    worst, worst_name = 0.0, "-"
-    for key, tensor in expected.items():
-        allowed = bounds.gradient * tensor.norm().item() + bounds.floor * whole
-        error = (tensor - got[key]).norm().item() / max(allowed, 1e-30)
-        if not error <= worst:
-            worst, worst_name = error, key
-    detail = f"{worst:.1e} of the bound, worst {worst_name}"
-    if not worst <= 1:
-        detail += _constant_factor(expected, got)
-    return Check(name, worst <= 1, detail)
+    floor = bounds.floor * _norm(expected)
+    allowed = {key: bounds.gradient * tensor.norm().item() + floor for key, tensor in expected.items()}
+    check = _within(name, expected, got, allowed)
+    return check if check.passed else replace(check, detail=check.detail + _constant_factor(expected, got))
 
 
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
@@ -145,35 +104,40 @@ def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str
 
 
 def _weights(
-    name: str, reference: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], relative: float, floor: float
+    name: str, reference: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], relative: float, bounds: Bounds
 ) -> Check:
-    worst, worst_name = 0.0, "-"
-    for key in reference.gradients:
-        if _gradient_is_rounding(reference, key):
-            continue
-        moved = (expected[key] - reference.start[key]).norm().item()
-        allowed = relative * moved + floor * expected[key].norm().item()
-        error = (expected[key] - got[key]).norm().item() / max(allowed, 1e-30)
-        if not error <= worst:
-            worst, worst_name = error, key
-    return Check(name, worst <= 1, f"{worst:.1e} of the bound, worst {worst_name}")
+    # A gradient that is zero but for rounding, such as a key bias's: AdamW makes steps of full size out of it.
+    rounding = 1e-6 * _norm(reference.gradients)
+    allowed = {
+        key: relative * (expected[key] - reference.start[key]).norm().item()
+        + bounds.floor * expected[key].norm().item()
+        for key, gradient in reference.gradients.items()
+        if gradient.norm().item() > rounding
+    }
+    return _within(name, expected, got, allowed)
 
 
-def _gradient_is_rounding(reference: Trace, name: str) -> bool:
-    """A gradient that is zero but for rounding, such as a key bias's: AdamW makes steps of full size out of it."""
-    return reference.gradients[name].norm().item() <= 1e-6 * _norm(reference.gradients)
+def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:
+    """Whether every tensor is as near to the expected one as is allowed; the worst is named."""
+    errors = {key: (expected[key] - got[key]).norm().item() / max(bound, 1e-30) for key, bound in allowed.items()}
+    worst = max(errors, key=lambda key: inf if isnan(errors[key]) else errors[key], default="-")
+    error = errors.get(worst, 0.0)
+    return Check(name, error <= 1, f"{error:.1e} of the bound, worst {worst}")
 
 
 def _work(reference: Trace, ranks: list[Trace], promise: Promise) -> list[Check]:
     """Equal numbers are not enough: sharded the wrong way, every rank computes everything and is still right."""
-    parameters = max(rank.parameter_bytes for rank in ranks) / max(reference.parameter_bytes, 1)
-    flops = max(rank.flops for rank in ranks) / max(reference.flops, 1)
-    checks = [_share("parameter bytes", parameters, promise.parameter_bytes, 0.01)]
-    if promise.state_bytes is not None:
-        state = max(rank.state_bytes for rank in ranks) / max(reference.state_bytes, 1)
-        checks.append(_share("optimizer bytes", state, promise.state_bytes, 0.01))
-    if promise.flops is not None:
-        checks.append(_share("matmul FLOPs", flops, promise.flops.high, 0.05 * promise.flops.high))
+    shares = (
+        ("parameter bytes", "parameter_bytes", promise.parameter_bytes, 0.01),
+        ("optimizer bytes", "state_bytes", promise.state_bytes, 0.01),
+        ("matmul FLOPs", "flops", promise.flops, 0.05 * (promise.flops or 0)),
+    )
+    checks = []
+    for name, counted, promised, slack in shares:
+        if promised is not None:
+            got = max(getattr(rank, counted) for rank in ranks) / max(getattr(reference, counted), 1)
+            detail = f"{got:.2f} of one device's on a rank, promised {promised:.2f}"
+            checks.append(Check(name, got <= promised + slack, detail))
     return [*checks, _collectives(reference, ranks, promise)]
 
 
@@ -182,23 +146,17 @@ def _collectives(reference: Trace, ranks: list[Trace], promise: Promise) -> Chec
     small = 0.02 + 4096 / gradient_bytes  # counts, losses and flags travel too
     kinds = {kind for rank in ranks for kind in rank.collective_bytes}
     told, passed = [], True
-    for kind in sorted(kinds | promise.needs | promise.collectives.keys() - promise.others):
+    for kind in sorted(kinds | {kind for kind, promised in promise.collectives.items() if promised.low}):
         sent = max(rank.collective_bytes.get(kind, 0) for rank in ranks) / gradient_bytes
         promised = promise.collectives.get(kind, Range(0, 0))
-        if kind in promise.others:
-            passed = passed and (sent > 0 or kind not in promise.needs)
+        if promised.high == inf:
+            passed = passed and sent >= promised.low
             told.append(f"{kind.strip('_')} {sent:.2f}, which depends on the batch")
-            continue
-        if sent <= small and not promised.high:
-            continue
-        slack = small + 0.02 * promised.high
-        passed = passed and promised.low - slack <= sent <= promised.high + slack
-        told.append(f"{kind.strip('_')} {sent:.2f} of the parameters' bytes a step, promised {promised}")
+        elif sent > small or promised.high:
+            slack = small + 0.02 * promised.high
+            passed = passed and promised.low - slack <= sent <= promised.high + slack
+            told.append(f"{kind.strip('_')} {sent:.2f} of the parameters' bytes a step, promised {promised}")
     return Check("collectives", passed, "; ".join(told) or "none")
-
-
-def _share(name: str, got: float, promised: float, slack: float) -> Check:
-    return Check(name, got <= promised + slack, f"{got:.2f} of one device's on a rank, promised {promised:.2f}")
 
 
 def _norm(named: dict[str, Tensor]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,17 @@ from shoal.config import Run
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
-from shoal.verify.layouts import LAYOUTS, Layout, layout_case, layout_run, reference_run
-from shoal.verify.own import OWN, own_layout
+from shoal.verify.layouts import (
+    LAYOUTS,
+    OWN,
+    Candidate,
+    candidate_run,
+    mesh_sizes,
+    own_candidate,
+    reference_run,
+    why_not,
+)
+from shoal.verify.promises import Case, promise_of
 from shoal.verify.trace import Trace, trace
 
 Runner = Callable[[Run, int, int, dict[str, Tensor] | None], list[Trace]]
@@ -37,15 +46,7 @@ class Verdict:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        checks = [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in self.checks]
-        return {
-            "layout": self.layout,
-            "procs": self.procs,
-            "passed": self.passed,
-            "checks": checks,
-            "mixing": self.mixing,
-            "own": self.own is not None,
-        }
+        return {**asdict(self), "passed": self.passed, "own": self.own is not None}
 
 
 def in_new_processes(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
@@ -67,46 +68,47 @@ def prove(
     """
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: a proof takes at least two of each")
-    own, why_not = _find_own(run, procs)
-    chosen = _named(layouts, own, why_not, run, procs) if layouts else _fitting(own, run, procs)
-    if not layouts and why_not:
-        warn(f"this config's own layout is not among those that are proved: {why_not}")
+    own, missing = _find_own(run, procs)
+    chosen = _choose(layouts, own, missing, run, procs)
+    if not layouts and missing:
+        warn(f"this config's own layout is not among those that are proved: {missing}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
     verdicts = []
-    for layout in chosen:
-        ranks = procs if layout.several else 1
-        its_run = layout_run(run, layout, procs)
-        traces = runner(its_run, ranks, steps, reference.sgd_weights)
-        promise = layout.promise(layout_case(its_run, layout, ranks, reference.shapes, reference.gradients.keys()))
-        precision = run.config.training.mixed_precision
-        checks = compare(reference, traces, promise, precision)
-        words = own.about if own and own.name == layout.name else None
-        verdicts.append(Verdict(layout.name, ranks, checks, reference.mixing, words))
+    for candidate in chosen:
+        its_run = candidate_run(run, candidate, procs)
+        case = Case(its_run.config, mesh_sizes(its_run, procs), reference.shapes, reference.gradients)
+        traces = runner(its_run, case.procs, steps, reference.sgd_weights)
+        checks = compare(reference, traces, promise_of(case), run.config.training.mixed_precision)
+        words = own.about if own and own.name == candidate.name else None
+        verdicts.append(Verdict(candidate.name, case.procs, checks, reference.mixing, words))
         told(verdicts[-1])
     return verdicts
 
 
-def _find_own(run: Run, procs: int) -> tuple[Layout | None, str | None]:
+def _find_own(run: Run, procs: int) -> tuple[Candidate | None, str | None]:
     """The config's own layout, and why it cannot be proved, if so."""
     try:
-        own = own_layout(run, procs)
+        own = own_candidate(run, procs)
     except UserError as error:
         wanted = run.config.launch.processes
         return None, f"{error}" + (f"; try --procs {wanted}" if wanted not in (1, procs) else "")
-    return own, own.unfit(run, procs)
+    return own, why_not(run, own, procs)
 
 
-def _fitting(own: Layout | None, run: Run, procs: int) -> list[Layout]:
-    rows = {**LAYOUTS, **({own.name: own} if own else {})}
-    return [layout for layout in rows.values() if not layout.unfit(run, procs)]
-
-
-def _named(names: list[str], own: Layout | None, why_not: str | None, run: Run, procs: int) -> list[Layout]:
-    rows = {**LAYOUTS, OWN: own}
+def _choose(
+    names: list[str] | None, own: Candidate | None, missing: str | None, run: Run, procs: int
+) -> list[Candidate]:
+    """Those named, or else all that can run; `missing` is why the config's own cannot."""
+    if not names:
+        rows = {**LAYOUTS, **({own.name: own} if own else {})}
+        return [row for row in rows.values() if not why_not(run, row, procs)]
+    chosen = []
     for name in names:
-        if name not in rows:
-            raise UserError(f"--strategies {name!r} is not one of {', '.join(rows)}")
-        layout = rows[name]
-        if reason := why_not if name == OWN or layout is None else layout.unfit(run, procs):
+        if name not in (*LAYOUTS, OWN):
+            raise UserError(f"--strategies {name!r} is not one of {', '.join((*LAYOUTS, OWN))}")
+        row = own if name == OWN else LAYOUTS[name]
+        reason = missing if name == OWN else why_not(run, LAYOUTS[name], procs)
+        if row is None or reason:
             raise UserError(f"--strategies {name}: {reason}")
-    return [layout for layout in map(rows.get, names) if layout]
+        chosen.append(row)
+    return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import pytest
@@ -33,3 +34,30 @@ def test_the_same_logits(keys: dict[str, Any], used: bool) -> None:
     assert (model.config._attn_implementation == NAME) == used
     assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
     assert any(hasattr(module, "exchange") for module in model.modules()) == used
+
+
+def llama() -> Any:
+    config = transformers.AutoConfig.for_model("llama", num_key_value_heads=2, **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    use_causal_attention(model)
+    return model
+
+
+def test_a_layer_is_compiled_as_one_graph() -> None:
+    model = llama()
+    model.model.layers[0].compile(backend="eager", fullgraph=True)
+    model(input_ids=torch.randint(0, 50, (2, 9)), use_cache=False).logits.sum().backward()
+
+
+def test_nothing_is_imported_while_the_forward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import inside what torch.compile traces may break the graph."""
+    model, importers = llama(), set()
+    real_import = builtins.__import__
+
+    def note(name: str, globals: Any = None, *rest: Any) -> Any:
+        importers.add((globals or {}).get("__name__"))
+        return real_import(name, globals, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", note)
+    model(input_ids=torch.randint(0, 50, (2, 9)), use_cache=False)
+    assert "shoal.models.causal_attention" not in importers

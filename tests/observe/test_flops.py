@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
@@ -97,6 +98,9 @@ def test_tree_to_meta_keeps_the_nesting() -> None:
     assert meta["a"][0].device.type == meta["a"][1][0].device.type == meta["b"].left.device.type == "meta"
     assert (meta["a"][1][0].shape, meta["a"][1][0].dtype) == ((3,), torch.int64)
     assert (meta["a"][1][1], meta["b"].right, type(meta["b"])) == ("text", 7, Pair)
+    batch = UserDict(x=torch.zeros(2))  # as the batches of Hugging Face's collators are
+    assert isinstance(tree_to_meta(batch), UserDict)
+    assert (tree_to_meta(batch)["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
 
 
 @pytest.mark.parametrize(

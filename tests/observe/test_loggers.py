@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 import math
 import resource
+import sys
 import time
 import types
 from collections.abc import Mapping
@@ -304,14 +304,7 @@ def test_mlflow_that_cannot_start_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    real_import = builtins.__import__
-
-    def without_package(name: str, *args: Any) -> Any:
-        if name.split(".")[0] == package:
-            raise ImportError(name)
-        return real_import(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without_package)
+    monkeypatch.setitem(sys.modules, package, None)  # which makes importing it an ImportError
     config = LoggingConfig.model_validate({package: True})
     with pytest.raises(UserError, match=rf"^logging\.{package} is on .*: pip install shoal\[{package}\]$"):
         open_loggers(config, tmp_path, "tiny", {}, 0)

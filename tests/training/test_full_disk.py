@@ -17,7 +17,7 @@ import pytest
 from conftest import ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint
-from shoal.verify.chaos import _shown_by_tensorboard
+from shoal.verify.chaos import read_tensorboard
 
 FILLS = '''
 
@@ -73,7 +73,7 @@ def in_a_small_disk(folder: Path, keys: list[str]) -> dict[str, Any]:
     if latest:
         open_checkpoint(latest).read()
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    shown = _shown_by_tensorboard(output / "tensorboard")
+    shown = read_tensorboard(output / "tensorboard")
     log = output / "logs" / "rank_0.log"
     return {
         "code": result.returncode,

@@ -25,7 +25,7 @@ from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.training import train
-from shoal.verify.chaos import _metric_problems, _tensorboard_problems
+from shoal.verify.chaos import log_problems
 
 
 def tensors(output: Path, step: int) -> dict[str, bytes]:
@@ -343,8 +343,7 @@ def test_the_logs_of_an_interrupted_run(toy: ToyRun, change_recipe: Callable[[st
         for step in range(last + 2, 12, 2):
             shutil.rmtree(killed / "checkpoints" / f"step_{step:08d}")
         toy.train(*keys)
-    assert _metric_problems(whole, killed, None) == []
-    assert _tensorboard_problems(whole, killed, None) == []
+    assert log_problems(whole, killed, None) == []
 
 
 def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from conftest import ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint, write_checkpoint
 from shoal.observe.loggers import TensorBoardLogger
-from shoal.verify.chaos import _difference, _metric_problems, _problems, _tensorboard_problems
+from shoal.verify.chaos import checkpoint_problems, log_problems
 
 KEYS = ["training.device=cpu", "training.eval_steps=10", "checkpoint.every=5", "logging.console=off"]
 
@@ -67,8 +67,8 @@ def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
     ends = [toy.folder / "a", toy.folder / "b"]
     for folder in ends:
         toy.train(*KEYS, f"experiment.output_dir={folder}")
-    assert _problems(_difference(*ends)) == []
-    assert _metric_problems(*ends, None) == []
+    assert checkpoint_problems(*ends, None) == []
+    assert log_problems(*ends, None) == []
     end = find_latest_checkpoint(ends[1])
     assert end is not None
     checkpoint = open_checkpoint(end)
@@ -76,12 +76,12 @@ def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
     state.model["0.weight"] = state.model["0.weight"] + 1e-7
     about = {key: checkpoint.manifest[key] for key in ("layout", "batches", "config")}
     write_checkpoint(end, state, {**checkpoint.trainer, "samples": 41}, about)
-    problems = "\n".join(_problems(_difference(*ends)))
+    problems = "\n".join(checkpoint_problems(*ends, None))
     assert "model/0.weight differs" in problems
     assert "samples: 40 undisturbed, 41 disturbed" in problems
     log = ends[1] / "metrics.jsonl"
     drop_last_line(log)
-    assert "metrics.jsonl has" in _metric_problems(*ends, None)[0]
+    assert "metrics.jsonl has" in log_problems(*ends, None)[0]
 
 
 def test_what_tensorboard_shows_is_compared(tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ def test_what_tensorboard_shows_is_compared(tmp_path: Path) -> None:
         logger.log(1, {"train/loss": 1.0, "train/grad_norm": float("nan"), "train/data_seconds": random.random()})
         logger.text(1, "preview", "words")
     folders = [tmp_path / name for name in loggers]
-    assert _tensorboard_problems(*folders, None) == []
+    assert log_problems(*folders, None) == []
     loggers["b"].log(2, {"train/loss": 1.0})
-    assert _tensorboard_problems(*folders, None) == ["TensorBoard has 2 points of train/loss, the undisturbed one 1"]
+    assert log_problems(*folders, None) == ["tensorboard has 2 points of train/loss, the undisturbed one 1"]
     loggers["a"].log(2, {"train/loss": 2.0})
-    assert _tensorboard_problems(*folders, None) == ["TensorBoard differs in train/loss at step 2"]
-    assert _tensorboard_problems(*folders, 1e-6) == []
+    assert log_problems(*folders, None) == ["tensorboard differs in train/loss at step 2"]
+    assert log_problems(*folders, 1e-6) == []
     loggers["a"].text(2, "sample", "words")
-    assert _tensorboard_problems(*folders, 1e-6) == ["TensorBoard has sample/text_summary in only one of them"]
+    assert log_problems(*folders, 1e-6) == ["tensorboard has sample/text_summary in only one of them"]
 
 
 def drop_last_line(path: Path) -> None:

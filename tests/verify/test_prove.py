@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import ToyRun
 from pool import Pool
 
-from shoal.config import load_run
+from shoal.config import Run, load_run
 from shoal.errors import UserError
 from shoal.verify import prove
-from shoal.verify.compare import Promise
-from shoal.verify.layouts import LAYOUTS, layout_case, layout_run
-from shoal.verify.own import OWN, own_layout
+from shoal.verify.compare import compare
+from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, mesh_sizes, own_candidate
+from shoal.verify.promises import Case, Promise, promise_of
+from shoal.verify.trace import Trace
 from verify.planted import trace_with
 from verify.runs import bdh, failed, on, ragged
 
@@ -74,18 +77,31 @@ def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> N
     assert by_name["first weights"].passed
 
 
+def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
+    ones = {name: torch.ones(2) for name in ("a", "b", "c")}
+    good = Trace(start=ones, gradients=ones, sgd_weights=ones, adamw_weights=ones)
+    for name in good.gradients:
+        bad = replace(good, gradients={**good.gradients, name: torch.tensor([1.0, float("nan")])})
+        (check,) = (check for check in compare(good, [bad], Promise(1, None, {}), "fp32") if check.name == "gradients")
+        assert not check.passed
+        assert name in check.detail
+
+
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
     (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=on(pool2))
     assert not verdict.passed
     assert verdict.mixing == ["2"]
 
 
+def case_of(run: Run, layout: Candidate, procs: int) -> Case:
+    its_run = candidate_run(run, layout, procs)
+    return Case(its_run.config, mesh_sizes(its_run, procs), {"weight": (8, 4)}, {"weight"})
+
+
 def test_a_layout_joins_by_a_row() -> None:
     run = ragged(global_batch_size=12)
     for layout in LAYOUTS.values():
-        procs = 4 if layout.several else 1
-        case = layout_case(layout_run(run, layout, 4), layout, procs, {"weight": (8, 4)}, {"weight"})
-        assert isinstance(layout.promise(case), Promise)
+        assert isinstance(promise_of(case_of(run, layout, 4)), Promise)
         assert layout.about
 
 
@@ -126,11 +142,12 @@ def test_the_layout_that_a_config_asks_for(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zero.json").write_text(ZERO_JSON)
     run = ragged(distributed=distributed, launch={"procs_per_node": procs}, global_batch_size=16)
-    layout = own_layout(run, procs)
+    layout = own_candidate(run, procs)
     assert (layout.name, layout.about) == (name, words)
-    promised = layout_case(layout_run(run, layout, procs), layout, procs, {"weight": (8, 4)}, {"weight"})
-    assert promised.zero.stage3_param_persistence_threshold == (7 if "config_file" in str(distributed) else 100_000)
-    assert isinstance(layout.promise(promised), Promise)
+    case = case_of(run, layout, procs)
+    threshold = case.config.distributed.zero.stage3_param_persistence_threshold
+    assert threshold == (7 if "config_file" in str(distributed) else 100_000)
+    assert isinstance(promise_of(case), Promise)
 
 
 def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None:

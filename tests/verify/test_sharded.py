@@ -73,10 +73,12 @@ def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str)
 
 
 def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
-    with pytest.raises(UserError, match="--strategies fsdp_hybrid: 2 processes are not two replicas of several"):
+    with pytest.raises(UserError, match="--strategies fsdp_hybrid: 2 processes leave one of its dimensions empty"):
         prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
     with pytest.raises(UserError, match="--strategies ddp: it has no weights in half precision"):
         prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=on(pool2))
+    with pytest.raises(UserError, match=r"--strategies fsdp_no_shard: .*reduce_every_micro_batch"):
+        prove(ragged(distributed=EVERY_TIME, global_batch_size=8), 2, ["fsdp_no_shard"], runner=on(pool2))
 
 
 @pytest.mark.slow
@@ -98,6 +100,8 @@ def test_the_matrix(
     keys = {"global_batch_size": 13, "gradient_accumulation": accumulation, **less_memory}
     run = MODELS[model](tmp_path, EVERY_TIME if every_time else None, **keys)
     layouts = [*SHARDINGS, *(["fsdp_hybrid"] if procs == 4 else [])]
+    if every_time:
+        layouts.remove("fsdp_no_shard")  # where it would save nothing, and is refused
     for verdict in prove(run, procs, layouts, runner=on({2: pool2, 4: pool4}[procs])):
         assert failed(verdict) == {}, verdict.layout
 

@@ -11,7 +11,7 @@ from pool import Pool
 
 from shoal.errors import UserError
 from shoal.verify import prove
-from shoal.verify.layouts import LAYOUTS
+from shoal.verify.layouts import LAYOUTS, why_not
 from verify.runs import bdh, failed, llama, on, ragged
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
@@ -68,7 +68,7 @@ def test_what_it_has_not_is_said() -> None:
 
 def test_without_the_package_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.verify.layouts.is_installed", lambda: False)
-    told = LAYOUTS["zero_1"].unfit(ragged(global_batch_size=8), 2)
+    told = why_not(ragged(global_batch_size=8), LAYOUTS["zero_1"], 2)
     assert told is not None
     assert "shoal[deepspeed]" in told
 
