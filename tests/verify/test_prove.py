@@ -143,23 +143,31 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
     assert line.endswith(" = 4, but there are 2 processes; try --procs 4")
 
 
+@pytest.fixture
+def command_on_pool(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shoal verify` starts no processes but uses the pool's; tests/test_docs.py has it start its own."""
+    monkeypatch.setattr("shoal.verify.prove", partial(prove, runner=on(pool2)))
+
+
+@pytest.mark.usefixtures("command_on_pool")
 def test_the_command(toy: ToyRun) -> None:
-    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--json", "--steps", "2", "launch.procs_per_node=2")
+    result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--json", "--steps", "2", "launch.procs_per_node=2")
     assert result.returncode == 0, result.stderr
     (verdict,) = json.loads(result.stdout)
     assert verdict["layout"] == "ddp"
     assert verdict["passed"]
     assert verdict["own"]
-    wrong = toy.shoal("verify", "run.yaml", "--strategies", "fsdq")
+    wrong = toy.call("verify", "run.yaml", "--strategies", "fsdq")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "fsdq" in wrong.stderr
     with pytest.raises(UserError, match="at least two"):
         prove(ragged(global_batch_size=8), 1)
 
 
+@pytest.mark.usefixtures("command_on_pool")
 def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
-    result = toy.shoal("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
+    result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
     assert result.returncode == 1
     assert "FAILED" in result.stdout
     assert "mix samples" in result.stdout
