@@ -22,6 +22,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines announce AMX and then trap on it; oneDNN would use it for bf16.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> None:
+    from pool import keep_imports_frozen
+
+    keep_imports_frozen()
+
+
 USER_RECIPE = '''
 import torch
 from pydantic import BaseModel
