@@ -122,7 +122,8 @@ class _WrongRank(DDPStrategy):
         self.data_rank = 0
 
 
-def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+    """Traces the run while a bug is planted in its strategy."""
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _first_alone),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
@@ -132,4 +133,4 @@ def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None)
         ),
     }
     with patches[bug]():
-        return trace(run, steps, shared)
+        return trace(run, steps, shared, adamw)
