@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -18,6 +21,14 @@ settings.load_profile("shoal")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines announce AMX and then trap on it; oneDNN would use it for bf16.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections() -> None:
+    from pool import keep_imports_frozen
+
+    keep_imports_frozen()
+
 
 USER_RECIPE = '''
 import torch
@@ -90,8 +101,30 @@ checkpoint: {{every: 2}}
 """
 
 
+def call_shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command `shoal` in this process: starting another one takes seconds.
+
+    It cannot show what only a process has (signals, workers' output): `ToyRun.shoal` starts one.
+    """
+    from shoal.cli.main import main
+
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with (
+        patch.object(sys, "argv", ["shoal", *arguments]),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    assert code is None or isinstance(code, int), code
+    return subprocess.CompletedProcess(arguments, code or 0, out.getvalue(), err.getvalue())
+
+
 class ToyRun:
-    """A folder with a user's recipe and config; `shoal` runs in a process of its own."""
+    """A folder with a user's recipe and config."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -100,7 +133,12 @@ class ToyRun:
         (folder / "toy_recipe.py").write_text(USER_RECIPE)
         self.config.write_text(RUN.format(output=self.output))
 
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command `shoal` in this process."""
+        return call_shoal(self.folder, *arguments)
+
     def shoal(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs the command `shoal` in a new process."""
         return subprocess.run(
             [sys.executable, "-m", "shoal", *arguments],
             capture_output=True,

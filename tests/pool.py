@@ -54,6 +54,8 @@ OWN_FRAMES = re.compile(
 # A fork server: forking pytest itself would copy its threads' locks, and spawning imports torch once per worker.
 CONTEXT = mp.get_context("forkserver")
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
+# What only some sessions use: preloaded if its package was imported before the workers start.
+PRELOAD_IF_IMPORTED = ["pytest", "hypothesis", "shoal.training", "shoal.verify", "transformers.modeling_utils"]
 
 
 class WorkerFailure(Exception):
@@ -174,7 +176,9 @@ class Pool:
         atexit.unregister(self.close)
 
     def _start(self) -> None:
-        CONTEXT.set_forkserver_preload(PRELOAD)
+        CONTEXT.set_forkserver_preload(
+            PRELOAD + [name for name in PRELOAD_IF_IMPORTED if name.split(".")[0] in sys.modules]
+        )
         atexit.register(self.close)
         self._logs = tempfile.mkdtemp(prefix="pool-", dir=self.scratch)
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
@@ -238,6 +242,17 @@ class Pool:
         return WorkerFailure(first, report)
 
 
+def keep_imports_frozen() -> None:
+    """Spares the garbage collector all objects that exist now, for good.
+
+    Going through those of torch's modules takes a third of a second, at the start of every training and after each
+    run of a pool. A training unfreezes them at its end, so that has no effect in tests.
+    """
+    gc.unfreeze = lambda: None
+    gc.collect()
+    gc.freeze()
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
@@ -255,7 +270,6 @@ def _work(rank: int, size: int, connection: Connection, port: int, log: Path, st
         stream.reconfigure(line_buffering=True)
     faulthandler.register(STACK_SIGNAL, file=stack.open("a"), all_threads=True)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
-    gc.freeze()  # what the fork server imported; collecting after each run is then cheap
     _reset(scratch)
     connection.send_bytes(pickle.dumps(Reply()))
     while True:
@@ -314,5 +328,5 @@ def _reset(scratch: Path | None) -> bytes:
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(below):
                 del sys.modules[name]
-    gc.collect()
+    keep_imports_frozen()
     return b""

@@ -6,21 +6,19 @@ import json
 import pickle
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import ToyRun
+from conftest import ToyRun, call_shoal
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.checkpoint import CheckpointManager
 from shoal.checkpoint.manifest import manifest_digest
-from shoal.cli.main import main
 from shoal.config import load_run
 from shoal.training import train
 from shoal.types import TrainState
@@ -45,17 +43,12 @@ Command = Callable[..., Result]
 
 
 @pytest.fixture
-def shoal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def shoal() -> Command:
     """The command in this process: starting another takes seconds."""
 
     def call(*arguments: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["shoal", "checkpoint", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code
-        return Result(code if isinstance(code, int) else 0, out, err)
+        ended = call_shoal(Path.cwd(), "checkpoint", *map(str, arguments))
+        return Result(ended.returncode, ended.stdout, ended.stderr)
 
     return call
 

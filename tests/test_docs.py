@@ -8,21 +8,24 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from conftest import call_shoal
+from pool import Pool
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shoal.config import load_run
 from shoal.config.schema import Config, LoaderConfig
 from shoal.config.yaml import format_value
 from shoal.data import TextDataset
 from shoal.models.bdh import BDHConfig
 from shoal.recipes.causal_lm import CausalLMConfig
+from shoal.training import train
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,18 +41,29 @@ def commands() -> list[str]:
     return sorted({line.split("#")[0].strip() for line in lines if line.startswith("shoal ")})
 
 
+def train_here(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).step
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if "configs/" in c])
-def test_commands_in_the_docs_run(command: str, tmp_path: Path) -> None:
+def test_commands_in_the_docs_run(command: str, tmp_path: Path, pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[1] in ("train", "verify"):
         sizes = ["training.batch_size=2", "training.global_batch_size=4", "dataset.seq_length=32"]
         ends = ["training.max_steps=2", "training.eval_batches=1", f"experiment.output_dir={tmp_path}/run"]
         words += [*sizes, *ends, *(["--strategies", "fsdp", "--steps", "2"] if words[1] == "verify" else [])]
-    result = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, result.stderr
+    if "launch.procs_per_node=2" in words:
+        # Each worker is what a launcher would have started; tests/launch starts them for real.
+        config, *overrides = words[2:]
+        assert pool2.run(train_here, ROOT / config, overrides, init=False) == [2, 2]
+    else:
+        result = call_shoal(ROOT, *words[1:])
+        assert result.returncode == 0, result.stderr
 
 
-def test_the_recipe_in_the_docs_trains(tmp_path: Path) -> None:
+def test_the_recipe_in_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
     page = ROOT / "docs" / "recipes.md"
     first, noise, sections, *_ = blocks(page, "python")
     (config, *_) = blocks(page, "yaml")
@@ -59,8 +73,8 @@ def test_the_recipe_in_the_docs_trains(tmp_path: Path) -> None:
     sections += textwrap.indent(noise, "    ").replace("0.1", "0.001")
     for source, extra in ((first, []), (f"{first}\n{sections}", ["model.hidden=64", "experiment.name=second"])):
         (tmp_path / "squares.py").write_text(source)
-        command = [sys.executable, "-m", "shoal", "train", "run.yaml", *extra]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        sys.modules.pop("squares", None)
+        result = call_shoal(tmp_path, "train", "run.yaml", *extra)
         assert result.returncode == 0, result.stderr
         assert "finished at step 150" in result.stdout
         losses = [
@@ -70,8 +84,6 @@ def test_the_recipe_in_the_docs_trains(tmp_path: Path) -> None:
 
 
 def test_the_readmes_config_is_valid(tmp_path: Path) -> None:
-    from shoal.config import load_run
-
     (config,) = blocks(ROOT / "README.md", "yaml")
     (tmp_path / "run.yaml").write_text(config)
     load_run(tmp_path / "run.yaml")

@@ -49,6 +49,9 @@ def compare(reference: Trace, ranks: list[Trace], promise: Promise, precision: s
     """All checks of one layout against one device."""
     bounds = BOUNDS[precision]
     first = ranks[0]
+    weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights, bounds.sgd_weights)}
+    if reference.adamw_weights:
+        weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights, bounds.adamw_weights)
     return [
         _desync(ranks),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
@@ -56,10 +59,7 @@ def compare(reference: Trace, ranks: list[Trace], promise: Promise, precision: s
         _same_start(reference, first),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("gradients later", reference.later_gradients, first.later_gradients, bounds),
-        _weights("weights, SGD", reference, reference.sgd_weights, first.sgd_weights, bounds.sgd_weights, bounds),
-        _weights(
-            "weights, AdamW", reference, reference.adamw_weights, first.adamw_weights, bounds.adamw_weights, bounds
-        ),
+        *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
         *_work(reference, ranks, promise),
     ]
 

@@ -56,15 +56,16 @@ class Trace:
     """Modules whose output for a sample depends on the others in its micro-batch."""
 
 
-def trace(run: Run, steps: int, shared: dict[str, Tensor] | None = None) -> Trace:
-    """Trains `steps` steps with SGD and again with AdamW, dropout off, and notes what happens.
+def trace(run: Run, steps: int, shared: dict[str, Tensor] | None = None, adamw: bool = True) -> Trace:
+    """Trains `steps` steps with SGD and again with AdamW, if `adamw` is true, dropout off, and notes what happens.
 
     `shared` are the weights for the later gradients; the reference goes on from its own.
     """
     tracer = _Tracer(run)
     with tracer.strategy:
         tracer.train_with_sgd(steps, shared)
-        tracer.train_with_adamw(steps)
+        if adamw:
+            tracer.train_with_adamw(steps)
     return tracer.trace
 
 

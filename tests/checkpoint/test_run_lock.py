@@ -289,7 +289,7 @@ def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[
 
 def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> None:
     before = (toy.output / "config.yaml").read_text()
-    second = toy.shoal("train", "run.yaml", "logging.every=7")
+    second = toy.call("train", "run.yaml", "logging.every=7")
     assert second.returncode == 2
     assert second.stderr.startswith(f"shoal: error: experiment.output_dir = '{toy.output}' is in use by process ")
     assert f" {running.pid} on " in second.stderr

@@ -183,7 +183,7 @@ def test_the_learning_rate_is_stepped_once_per_update(toy: ToyRun) -> None:
 
 def test_epochs_see_every_sample_that_many_times(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("x = torch", "open('seen.txt', 'a').write(f'{i}\\n'); x = torch")
-    result = toy.shoal("train", "run.yaml", "training.max_steps=null", "training.num_epochs=2", "dataset.size=10")
+    result = toy.call("train", "run.yaml", "training.max_steps=null", "training.num_epochs=2", "dataset.size=10")
     assert result.returncode == 0, result.stderr
     seen = [int(line) for line in (toy.folder / "seen.txt").read_text().split()]
     train_part = seen[:20]

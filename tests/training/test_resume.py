@@ -72,7 +72,7 @@ def test_kill_minus_nine_loses_nothing(toy: ToyRun, change_recipe: Callable[[str
         process.wait()
     assert find_latest_checkpoint(toy.output)
     assert not (toy.output / "checkpoints" / "step_00000010").exists()
-    result = toy.shoal("train", "run.yaml")
+    result = toy.call("train", "run.yaml")
     assert result.returncode == 0, result.stderr
     assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")

@@ -135,7 +135,8 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+    """Traces the run while a bug is planted in its strategy."""
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _first_alone),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
@@ -143,4 +144,4 @@ def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None)
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():
-        return trace(run, steps, shared)
+        return trace(run, steps, shared, adamw)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pool import Pool
 from torch import Tensor
 
@@ -13,16 +15,37 @@ from shoal.config import Run, check_run
 from shoal.verify import Verdict
 from shoal.verify.trace import Trace, trace
 
-Tracer = Callable[[Run, int, dict[str, Tensor] | None], Trace]
+Tracer = Callable[[Run, int, dict[str, Tensor] | None, bool], Trace]
+
+with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
+"""Gives a test the argument `adamw`: its proof with AdamW, which takes nearly twice as long, is in the slow tier.
+
+Proofs without this mark train with AdamW in the default tier: there is one for each kind of layout.
+"""
+
+_references: dict[tuple[str, int, bool], Trace] = {}
 
 
-def on(pool: Pool, tracer: Tracer = trace) -> Any:
-    """A runner over the pool: the reference is always honest."""
+def reference(run: Run, steps: int, adamw: bool) -> Trace:
+    """Traces the run on one device, once for all tests that have the same run: it is the same training then."""
+    key = json.dumps(run.tree(), sort_keys=True, default=str), steps, adamw
+    if key not in _references:
+        _references[key] = trace(run, steps, None, adamw)
+    return _references[key]
+
+
+def on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
+    """Returns a runner for `prove` that traces layouts of several ranks on the pool, by `tracer`.
+
+    What runs on one device is traced in this process, and never by `tracer`, which may have a bug that a test planted.
+    """
 
     def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+        if shared is None:
+            return [reference(run, steps, adamw)]
         if procs == 1:
-            return [trace(run, steps, shared)]
-        return pool.run(tracer, run, steps, shared, init=False, timeout=180)
+            return [trace(run, steps, shared, adamw)]
+        return pool.run(tracer, run, steps, shared, adamw, init=False, timeout=600)
 
     return run_layout
 
@@ -33,18 +56,20 @@ def ragged(
     launch: dict[str, Any] | None = None,
     **training: Any,
 ) -> Run:
+    """Returns a run of a recipe from verify/planted.py."""
     keys = {"max_steps": 3, "device": "cpu", "learning_rate": 1e-3, **training}
     sections = {"training": keys, "distributed": distributed or {}, "launch": launch or {}}
     return check_run({"recipe": f"verify.planted:{recipe}", **sections})
 
 
 def bdh(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: Any) -> Run:
+    """Returns a run of a small BDH."""
     model = {"n_layer": 2, "n_embd": 32, "n_head": 4, "mlp_internal_dim_multiplier": 8}
     return on_text(tmp_path, "bdh", model, distributed, **training)
 
 
 def llama(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: Any) -> Run:
-    """Two key/value heads for four, and a vocabulary that no number of ranks divides."""
+    """Returns a run of a Llama with two key/value heads for four, and a vocabulary that no number of ranks divides."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = {"config": {"model_type": "llama", **sizes, **heads}}
@@ -54,8 +79,12 @@ def llama(tmp_path: Path, distributed: dict[str, Any] | None = None, **training:
 def on_text(
     tmp_path: Path, recipe: str, model: dict[str, Any], distributed: dict[str, Any] | None = None, **training: Any
 ) -> Run:
-    text, cache = tmp_path / "text.txt", str(tmp_path)
-    text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
+    """Returns a run that trains on a text of squares, which lies beside the test's folder."""
+    folder = tmp_path.parent / "squares"  # one for the session: runs that differ in nothing have the same reference
+    text, cache = folder / "text.txt", str(folder)
+    if not folder.exists():
+        folder.mkdir()
+        text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
     return check_run(
         {
             "recipe": recipe,
@@ -68,4 +97,5 @@ def on_text(
 
 
 def failed(verdict: Verdict) -> dict[str, str]:
+    """Returns what the failed checks found, by the name of the check."""
     return {check.name: check.detail for check in verdict.checks if not check.passed}

@@ -105,6 +105,6 @@ def drop_last_line(path: Path) -> None:
 
 
 def test_a_run_that_fails_by_itself_is_told(toy: ToyRun) -> None:
-    result = toy.shoal("chaos", "run.yaml", "training.device=cuda", "--kills", "1")
+    result = toy.call("chaos", "run.yaml", "training.device=cuda", "--kills", "1")
     assert result.returncode == 2
     assert "the undisturbed run failed with 2" in result.stderr

@@ -15,7 +15,7 @@ from shoal.config.mesh import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.trace import Trace, trace
-from verify.runs import bdh, failed, llama, on, on_text
+from verify.runs import bdh, failed, llama, on, on_text, with_adamw
 
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 
@@ -42,10 +42,11 @@ def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
-def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool) -> None:
+@with_adamw
+def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool, adamw: bool) -> None:
     """And three more than it needs."""
     run = llama(tmp_path, global_batch_size=17, gradient_accumulation=5)
-    for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=on(pool4)):
+    for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=on(pool4, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -66,17 +67,18 @@ def test_three_dimensions_on_eight(tmp_path: Path) -> None:
     assert failed(verdict) == {}
 
 
-def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+@with_adamw
+def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool, adamw: bool) -> None:
     run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
     for pool, layouts in ((pool2, ["tp"]), (pool4, ["tp", "tp_fsdp"])):
-        for verdict in prove(run, pool.size, layouts, runner=on(pool)):
+        for verdict in prove(run, pool.size, layouts, runner=on(pool, adamw=adamw)):
             assert failed(verdict) == {}, verdict.layout
 
 
 def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None:
     """Each of two ranks has at most 0.6 of the matrix products, the head and attention included."""
     for model in (bdh, llama):
-        (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=on(pool2))
+        (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=on(pool2, adamw=False))
         flops = {check.name: check.detail for check in verdict.checks}["matmul FLOPs"]
         assert float(flops.split()[0]) <= 0.6
 
@@ -96,6 +98,7 @@ def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, optio
         assert failed(verdict) == {}, verdict.layout
 
 
+@with_adamw
 @pytest.mark.parametrize(
     "keys",
     [
@@ -109,25 +112,26 @@ def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, optio
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
-def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any]) -> None:
+def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: bool) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 259}
     model = {"config": {**sizes, "num_attention_heads": 4, **keys}}
     capped = keys["model_type"] == "gemma2"  # its head stays whole on every rank
     layouts = ["tp"] if capped or keys["model_type"] == "gemma3_text" else ["tp", "tp_sp"]
-    for verdict in prove(on_text(tmp_path, "causal_lm", model, global_batch_size=6), 2, layouts, runner=on(pool2)):
+    run = on_text(tmp_path, "causal_lm", model, global_batch_size=6)
+    for verdict in prove(run, 2, layouts, runner=on(pool2, adamw=adamw)):
         assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
 
 
-def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
     """What each rank knows of a gradient is taken for all of it."""
     with patch("shoal.parallel.tensor.tensor_parallel.sum_gradients", lambda tensor, group: tensor):
-        return trace(run, steps, shared)
+        return trace(run, steps, shared, adamw)
 
 
-def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None) -> Trace:
+def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
     """Ranks attend to their own tokens alone."""
     with patch("shoal.parallel.context.ulysses.swap", lambda tensor, split, join, group: tensor):
-        return trace(run, steps, shared)
+        return trace(run, steps, shared, adamw)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor]
     [("tp", trace_without_sums), ("tp_sp", trace_without_sums), ("cp", trace_with_all_heads_swapped)],
 )
 def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str, tracer: Any) -> None:
-    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=on(pool2, tracer))
+    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=on(pool2, tracer, adamw=False))
     assert "gradients" in failed(verdict)
 
 

@@ -10,7 +10,7 @@ from pool import Pool
 
 from shoal.errors import UserError
 from shoal.verify import prove
-from verify.runs import bdh, failed, llama, on, ragged
+from verify.runs import bdh, failed, llama, on, ragged, with_adamw
 
 SHARDINGS = ["fsdp", "fsdp_shard_grad_op", "fsdp_no_shard"]
 MODELS = {"bdh": bdh, "llama": llama}
@@ -25,50 +25,61 @@ def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
-def test_replicas_of_shards_equal_one_device(pool4: Pool) -> None:
+@with_adamw
+def test_replicas_of_shards_equal_one_device(pool4: Pool, adamw: bool) -> None:
     run = ragged(global_batch_size=13, gradient_accumulation=3)
-    for verdict in prove(run, 4, ["fsdp", "fsdp_hybrid"], runner=on(pool4)):
+    for verdict in prove(run, 4, ["fsdp", "fsdp_hybrid"], runner=on(pool4, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
+@with_adamw
 @pytest.mark.parametrize("procs", [2, 4])
-def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, procs: int) -> None:
+def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, procs: int, adamw: bool) -> None:
     run = ragged(distributed=EVERY_TIME, global_batch_size=11, gradient_accumulation=3)
-    (verdict,) = prove(run, procs, ["fsdp" if procs == 2 else "fsdp_hybrid"], runner=on({2: pool2, 4: pool4}[procs]))
+    (verdict,) = prove(
+        run, procs, ["fsdp" if procs == 2 else "fsdp_hybrid"], runner=on({2: pool2, 4: pool4}[procs], adamw=adamw)
+    )
     assert failed(verdict) == {}
 
 
+@with_adamw
 @pytest.mark.parametrize("model", MODELS)
-def test_models_sharded_recomputed_and_chunked_equal_one_device(pool2: Pool, tmp_path: Path, model: str) -> None:
+def test_models_sharded_recomputed_and_chunked_equal_one_device(
+    pool2: Pool, tmp_path: Path, model: str, adamw: bool
+) -> None:
     less_memory = {"activation_checkpointing": "full", "loss_chunks": 3}
     run = MODELS[model](tmp_path, global_batch_size=7, gradient_accumulation=2, **less_memory)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
+@with_adamw
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16"])
-def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, precision: str) -> None:
+def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, precision: str, adamw: bool) -> None:
     run = llama(tmp_path, global_batch_size=8, gradient_accumulation=2, mixed_precision=precision)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
-def test_options_are_proved_too(pool2: Pool, tmp_path: Path) -> None:
+@with_adamw
+def test_options_are_proved_too(pool2: Pool, tmp_path: Path, adamw: bool) -> None:
     options = {"wrap_classes": ["LlamaMLP", "LlamaAttention"], "forward_prefetch": True}
     run = llama(tmp_path, {"fsdp": options}, global_batch_size=6)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
-def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool) -> None:
-    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, [*SHARDINGS, "ddp"], runner=on(pool2)):
+@with_adamw
+def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool, adamw: bool) -> None:
+    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, [*SHARDINGS, "ddp"], runner=on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
+@with_adamw
 @pytest.mark.parametrize(("fsdp", "precision"), [({"reduce_dtype": "bf16"}, "bf16"), ({"param_dtype": "bf16"}, "bf16")])
-def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str) -> None:
+def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str, adamw: bool) -> None:
     run = ragged(distributed={"fsdp": fsdp}, global_batch_size=8, mixed_precision=precision)
-    for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=on(pool2)):
+    for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 

@@ -12,7 +12,7 @@ from pool import Pool
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.layouts import LAYOUTS, why_not
-from verify.runs import bdh, failed, llama, on, ragged
+from verify.runs import bdh, failed, llama, on, ragged, with_adamw
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 
@@ -32,8 +32,9 @@ def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
         assert told["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
 
 
-def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool) -> None:
-    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=on(pool2)):
+@with_adamw
+def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool, adamw: bool) -> None:
+    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
