@@ -1,4 +1,4 @@
-"""The small verbs: a loop written by hand computes on two processes what it computes on one."""
+"""A loop written by hand computes on two processes what it computes on one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import DamagedCheckpoint
 from shoal.errors import UserError
-from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, Loop, SingleStrategy
 
 Pair = namedtuple("Pair", "a b")
 STEPS, ROWS = 4, 12
@@ -47,37 +47,39 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def take_steps(
-    strategy: DistributedStrategy,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    loop: Loop,
+    module: nn.Module,
     steps: range,
     accumulation: int = 1,
     max_norm: float | None = 0.5,
     branch_on: tuple[int, ...] = (0, 1),
 ) -> list[dict[str, Any]]:
-    """What each update saw: the gradients, and their norm."""
-    seen = []
+    """Returns what each update saw: the gradients, and their norm."""
+    strategy, seen = loop.strategy, []
     for step in steps:
         rows = [part.tensor_split(accumulation) for part in batch(step)]
         for index, (x, y) in enumerate(zip(*rows, strict=True)):
             x, y = (part.tensor_split(strategy.data_size)[strategy.data_rank] for part in (x, y))
-            with strategy.accumulate(model, last=index == accumulation - 1):
-                with strategy.autocast():
-                    loss = nn.functional.mse_loss(model(x, strategy.rank in branch_on), y)
-                strategy.backward(loss / accumulation)
-        plain = strategy.unwrap(model)
-        gradients = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
-        seen.append({"gradients": gradients, "norm": strategy.step(optimizer, max_norm).grad_norm})
+            with loop.accumulate(last=index == accumulation - 1):
+                with loop.autocast():
+                    loss = nn.functional.mse_loss(module(x, strategy.rank in branch_on), y)
+                loop.backward(loss / accumulation)
+        gradients = {name: p.grad.clone() for name, p in loop.model.named_parameters() if p.grad is not None}
+        seen.append({"gradients": gradients, "norm": loop.step(max_norm=max_norm).grad_norm})
     return seen
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
 
 
 def train(strategy: DistributedStrategy, accumulation: int = 1, **options: Any) -> dict[str, Any]:
     with strategy:
-        model = strategy.wrap_model(build())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        seen = take_steps(strategy, model, optimizer, range(STEPS), accumulation, **options)
-        weights = {name: p.detach().clone() for name, p in strategy.unwrap(model).named_parameters()}
-        return {"seen": seen, "weights": weights, "kind": type(model).__name__}
+        loop = Loop(strategy)
+        module, _ = loop.wrap(build(), sgd)
+        seen = take_steps(loop, module, range(STEPS), accumulation, **options)
+        weights = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+        return {"seen": seen, "weights": weights, "kind": type(module).__name__}
 
 
 def train_ddp(accumulation: int, **options: Any) -> dict[str, Any]:
@@ -120,14 +122,14 @@ def count_exchanges(compiled: bool) -> list[int]:
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
     with DDPStrategy(device="cpu") as strategy:
-        model = strategy.wrap_model(build())
-        model.register_comm_hook(None, counting)
+        loop = Loop(strategy)
+        module, _ = loop.wrap(build(), sgd)
+        module.register_comm_hook(None, counting)
         if compiled:
-            model = torch.compile(model, backend="eager")
-        assert type(strategy.unwrap(model)) is Net
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            module = torch.compile(module, backend="eager")
+        assert type(loop.model) is Net
         for step in range(3):  # noqa: B007
-            take_steps(strategy, model, optimizer, range(1), accumulation=4)
+            take_steps(loop, module, range(1), accumulation=4)
     return [counts[step] for step in range(3)]
 
 
@@ -139,16 +141,19 @@ def test_accumulation_exchanges_once(pool2, compiled):
 def attributes() -> dict[str, Any]:
     with DDPStrategy(device="cpu") as strategy:
         strategy.barrier()
-        mine = torch.tensor([1.0 + strategy.rank, 5.0 - strategy.rank])
+        loop, mine = Loop(strategy), torch.tensor([1.0 + strategy.rank, 5.0 - strategy.rank])
         assert strategy.mesh is not None
         return {
-            "who": (strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_main_process),
+            "who": (strategy.rank, strategy.world_size, strategy.world.local_rank, strategy.is_main_process),
             "data": (strategy.data_rank, strategy.data_size),
             "device": strategy.device.type,
             "mesh": strategy.mesh["dp_replicate"].size(),
-            "reduced": {op: strategy.reduce(mine, op).tolist() for op in ("sum", "mean", "max")},
+            "reduced": {op: loop.reduce(mine, op).tolist() for op in ("sum", "mean", "max")},
+            "default": loop.reduce(mine).tolist(),
+            "sum over data": strategy.sum_over_data(mine).tolist(),
             "mine": mine.tolist(),
-            "highest": strategy.highest(10 * strategy.rank),
+            "highest": strategy.max_over_ranks(10 * strategy.rank),
+            "any rank": (strategy.any_rank(strategy.rank == 1), strategy.any_rank(False)),
         }
 
 
@@ -161,26 +166,35 @@ def test_who_and_where(pool2, init):
             "device": "cpu",
             "mesh": 2,
             "reduced": {"sum": [3, 9], "mean": [1.5, 4.5], "max": [2, 5]},
+            "default": [1.5, 4.5],
+            "sum over data": [3, 9],
             "mine": [1 + rank, 5 - rank],
             "highest": 10,
+            "any rank": (True, False),
         }
 
 
 def test_one_process_has_the_same_verbs():
     for strategy in (SingleStrategy(device="cpu"), DDPStrategy(device="cpu")):
         with strategy:
+            loop = Loop(strategy)
             assert (strategy.rank, strategy.world_size, strategy.data_size, strategy.is_main_process) == (0, 1, 1, True)
-            assert strategy.reduce(torch.tensor(3.0), "mean") == strategy.highest(3) == 3
+            assert loop.reduce(torch.tensor(3.0), "mean") == strategy.max_over_ranks(3) == 3
             strategy.barrier()
-            model = strategy.wrap_model(build())
-            assert strategy.unwrap(model) is model
-            model(batch(0)[0]).square().mean().backward()
-            norm = strategy.clip_grad_norm(model, 1e-3)
-            clipped = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
-            assert norm > 1e-2
-            assert clipped.item() == pytest.approx(1e-3, rel=1e-2)
+            module, _ = loop.wrap(build(), lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
+            assert loop.model is module
+            before = [p.detach().clone() for p in module.parameters()]
+            loop.backward(module(batch(0)[0]).square().mean())
+            loop.clip(max_norm=1e-3)
+            assert loop.step().grad_norm > 1e-2
+            moved = [p.detach() - old for p, old in zip(module.parameters(), before, strict=True)]
+            assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(1e-3, rel=1e-2)
+            loop.backward(module(batch(0)[0]).square().mean())
+            norm = loop.step().grad_norm.item()  # a clip is for one step
+            moved = [p.detach() - old for p, old in zip(module.parameters(), before, strict=True)]
+            assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(norm, rel=0.1)
             with pytest.raises(UserError, match="use sum, mean or max"):
-                strategy.reduce(torch.ones(()), "avg")
+                loop.reduce(torch.ones(()), "avg")
 
 
 def test_to_device_finds_tensors_however_nested():
@@ -188,7 +202,7 @@ def test_to_device_finds_tensors_however_nested():
     strategy.device = torch.device("meta")
     t = torch.ones(2)
     given = {"x": t, "list": [t, (t, 1)], "pair": Pair(t, {"deep": [t]}), "order": OrderedDict(a=t), "text": "kept"}
-    moved = strategy.to_device(given)
+    moved = Loop(strategy).to_device(given)
     assert moved["text"] == "kept"
     assert moved["list"][1][1] == 1
     assert type(moved["pair"]) is Pair
@@ -203,13 +217,13 @@ def test_to_device_finds_tensors_however_nested():
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_optimizers_that_are_not_fused_clip_and_skip_too(kind, precision):
     """Against torch's own: scale, unscale, clip, step."""
-    strategy = SingleStrategy(device="cpu", mixed_precision=precision)
-    ours, theirs = build(), build()
-    optimizer, reference = kind(ours.parameters(), lr=0.1), kind(theirs.parameters(), lr=0.1)
+    loop, theirs = Loop(SingleStrategy(device="cpu", mixed_precision=precision)), build()
+    ours, _ = loop.wrap(build(), lambda model: kind(model.parameters(), lr=0.1))
+    reference = kind(theirs.parameters(), lr=0.1)
     for step in range(3):
         x, y = batch(step)
-        strategy.backward(nn.functional.mse_loss(ours(x), y))
-        info = strategy.step(optimizer, max_norm=0.5)
+        loop.backward(nn.functional.mse_loss(ours(x), y))
+        info = loop.step(max_norm=0.5)
         nn.functional.mse_loss(theirs(x), y).backward()
         norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         reference.step()
@@ -217,8 +231,8 @@ def test_optimizers_that_are_not_fused_clip_and_skip_too(kind, precision):
         assert not info.skipped
         torch.testing.assert_close(info.grad_norm, norm)
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)
-    strategy.backward(ours(batch(0)[0]).sum() * float("inf"))
-    assert strategy.step(optimizer, max_norm=0.5).skipped
+    loop.backward(ours(batch(0)[0]).sum() * float("inf"))
+    assert loop.step(max_norm=0.5).skipped
     torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=1e-4, atol=1e-5)
     assert all(p.grad is None for p in ours.parameters())
 
@@ -226,26 +240,26 @@ def test_optimizers_that_are_not_fused_clip_and_skip_too(kind, precision):
 # Checkpoints
 
 
-def make(strategy: DistributedStrategy) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    model = strategy.wrap_model(build())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9), fused=True)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.9), fused=True)
 
 
 def train_between(path: str, first: int, last: int, kind: str) -> dict[str, Any]:
     """Goes on from `<path>/<first>`, if it is not the start, to `<path>/<last>`."""
     with DDPStrategy(device="cpu") if kind == "ddp" else SingleStrategy(device="cpu") as strategy:
-        model, optimizer, scheduler = make(strategy)
+        loop = Loop(strategy)
+        module, optimizer = loop.wrap(build(), adamw)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         if first:
-            state = strategy.load_checkpoint(f"{path}/{first}", model, optimizer)
+            state = loop.load(f"{path}/{first}")
             assert state["step"] == first
             scheduler.load_state_dict(state["scheduler"])
         for step in range(first, last):
-            take_steps(strategy, model, optimizer, range(step, step + 1))
+            take_steps(loop, module, range(step, step + 1))
             scheduler.step()
         state = {"step": last, "scheduler": scheduler.state_dict(), "note": ["ü", None, 0.1, True]}
-        strategy.save_checkpoint(f"{path}/{last}", model, optimizer, **state)
-        weights = {name: tensor.clone() for name, tensor in strategy.unwrap(model).state_dict().items()}
+        loop.save(f"{path}/{last}", **state)
+        weights = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
         return {"weights": weights, "lr": optimizer.param_groups[0]["lr"]}
 
 
@@ -270,61 +284,71 @@ def test_a_checkpoint_moves_between_one_process_and_two(pool2, tmp_path, first, 
     assert json.loads((tmp_path / "parts/4/trainer.json").read_text())["note"] == ["ü", None, 0.1, True]
 
 
+def one_process(model: nn.Module, *builders: Any) -> Loop:
+    loop = Loop(SingleStrategy(device="cpu"))
+    loop.wrap(model, *builders)
+    return loop
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[SingleStrategy, Path]:
-    strategy, path = SingleStrategy(device="cpu"), tmp_path / "saved"
-    model, optimizer, _ = make(strategy)
-    take_steps(strategy, model, optimizer, range(1))
-    strategy.save_checkpoint(path, model, optimizer, step=1)
-    return strategy, path
+def saved(tmp_path: Path) -> tuple[Loop, Path]:
+    """A loop after one step, and the checkpoint that it wrote."""
+    loop, path = one_process(build(), adamw), tmp_path / "saved"
+    take_steps(loop, loop.model, range(1))
+    loop.save(path, step=1)
+    return loop, path
 
 
 def test_another_model_or_optimizer_is_refused(saved):
-    strategy, path = saved
+    _, path = saved
     other = nn.Linear(2, 2)
     before = other.weight.clone()
     with pytest.raises(
         UserError, match=r"checkpoint of another model: bias absent there, \[2\] here.*more\)"
     ) as refusal:
-        strategy.load_checkpoint(path, other, torch.optim.SGD(other.parameters()))
+        one_process(other, lambda model: torch.optim.SGD(model.parameters())).load(path)
     assert "\n" not in str(refusal.value)
     assert torch.equal(other.weight, before)
-    model = build()
+
+    def halves(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": model.body.parameters()}, {"params": model.head.parameters()}])
+
+    loop = one_process(build(), lambda model: torch.optim.SGD(model.parameters()))
     with pytest.raises(UserError, match="AdamW in 1 parameter groups, but this is SGD in 1"):
-        strategy.load_checkpoint(path, model, torch.optim.SGD(model.parameters()))
-    halves = [{"params": model.body.parameters()}, {"params": model.head.parameters()}]
+        loop.load(path)
+    torch.testing.assert_close(loop.model.state_dict(), build().state_dict(), rtol=0, atol=0)
+    loop = one_process(build(), halves)
     with pytest.raises(UserError, match="but this is AdamW in 2"):
-        strategy.load_checkpoint(path, model, torch.optim.AdamW(halves))
-    torch.testing.assert_close(model.state_dict(), build().state_dict(), rtol=0, atol=0)
+        loop.load(path)
+    torch.testing.assert_close(loop.model.state_dict(), build().state_dict(), rtol=0, atol=0)
     with pytest.raises(UserError, match="there is no folder"):
-        strategy.load_checkpoint(path / "nowhere", model, torch.optim.AdamW(model.parameters()))
+        one_process(build(), adamw).load(path / "nowhere")
 
 
 def test_a_damaged_checkpoint_is_refused(saved):
-    strategy, path = saved
+    _, path = saved
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "model.safetensors").write_bytes(data)
-    model, optimizer, _ = make(strategy)
+    loop = one_process(build(), adamw)
     with pytest.raises(DamagedCheckpoint, match="does not match its digest"):
-        strategy.load_checkpoint(path, model, optimizer)
-    torch.testing.assert_close(model.state_dict(), build().state_dict(), rtol=0, atol=0)
+        loop.load(path)
+    torch.testing.assert_close(loop.model.state_dict(), build().state_dict(), rtol=0, atol=0)
 
 
 def test_only_a_checkpoint_is_replaced(saved, tmp_path):
-    strategy, path = saved
-    model, optimizer, _ = make(strategy)
-    strategy.save_checkpoint(path, model, optimizer, step=2)
-    assert strategy.load_checkpoint(path, model, optimizer) == {"step": 2}
+    loop, path = saved
+    loop.save(path, step=2)
+    assert loop.load(path) == {"step": 2}
     thesis = tmp_path / "folder" / "thesis.tex"
     thesis.parent.mkdir()
-    strategy.save_checkpoint(thesis.parent, model, optimizer)  # an empty one is nobody's
+    loop.save(thesis.parent)  # an empty folder is nobody's
     thesis.parent.rename(tmp_path / "moved")
     thesis.parent.mkdir()
     thesis.write_text("years of work")
     for occupied in (thesis.parent, thesis):
-        with pytest.raises(UserError, match="exists and is no checkpoint"):
-            strategy.save_checkpoint(occupied, model, optimizer)
+        with pytest.raises(UserError, match="exists and is not a checkpoint"):
+            loop.save(occupied)
     assert thesis.read_text() == "years of work"
 
 
@@ -337,20 +361,18 @@ def test_only_a_checkpoint_is_replaced(saved, tmp_path):
     ],
 )
 def test_state_that_would_not_come_back_is_refused(saved, tmp_path, state, message):
-    strategy, _ = saved
-    model, optimizer, _ = make(strategy)
     with pytest.raises(UserError, match=message):
-        strategy.save_checkpoint(tmp_path / "new", model, optimizer, **state)
+        saved[0].save(tmp_path / "new", **state)
     assert not (tmp_path / "new").exists()
 
 
 def load_on_two(path: str) -> str:
     """Rank 1 alone sees a broken file."""
     with DDPStrategy(device="cpu") as strategy:
-        model, optimizer, _ = make(strategy)
-        where = Path(path) if strategy.rank == 0 else Path(path, "elsewhere")
+        loop = Loop(strategy)
+        loop.wrap(build(), adamw)
         try:
-            strategy.load_checkpoint(where, model, optimizer)
+            loop.load(Path(path) if strategy.rank == 0 else Path(path, "elsewhere"))
         except DamagedCheckpoint as damage:
             return str(damage)
         return "loaded"
@@ -368,11 +390,11 @@ def test_a_checkpoint_of_the_trainer_opens_in_a_loop_by_hand(toy):
     toy.train()
     run = load_run(toy.config, ())
     recipe = run.recipe_type(run.recipe_config)
-    strategy = SingleStrategy(device="cpu")
-    model = strategy.wrap_model(recipe.build_model())
-    optimizer = torch.optim.AdamW(recipe.param_groups(model), fused=True)
-    path = toy.output / "checkpoints" / "step_00000010"
-    state = strategy.load_checkpoint(path, model, optimizer)
+    loop, path = Loop(SingleStrategy(device="cpu")), toy.output / "checkpoints" / "step_00000010"
+    model, optimizer = loop.wrap(
+        recipe.build_model(), lambda model: torch.optim.AdamW(recipe.param_groups(model), fused=True)
+    )
+    state = loop.load(path)
     assert {"step": 10, "samples": 40, "skipped_steps": 0}.items() <= state.items()
     stored = load_file(path / "model.safetensors")
     torch.testing.assert_close(model.state_dict(), stored, rtol=0, atol=0, check_device=False)
