@@ -51,8 +51,9 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
     )
 
 
-def leave() -> None:
-    if dist.is_initialized():
+def leave(world: World) -> None:
+    """Destroys the process groups that `join` made; those that somebody else made stay."""
+    if world.group == "to make" and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -121,7 +121,7 @@ class DistributedStrategy(ABC):
 
     def teardown(self) -> None:
         """Leaves the other processes and takes the settings back."""
-        leave()
+        leave(self.world)
         if self.layout.deterministic:
             torch.use_deterministic_algorithms(False)
         if self.layout.tf32:
