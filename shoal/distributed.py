@@ -164,7 +164,7 @@ def _wrap(
         raise UserError("call shoal.distributed.setup_distributed() first")
     ddp_alone = DDPConfig.model_fields.keys() - section.model_fields.keys()
     kept = {name: value for name, value in _options.items() if name not in ddp_alone}
-    _strategy = preset(**kept | options)
+    _strategy = preset(**kept | options | {"world": _strategy.world})  # in which the group is ours to leave
     _strategy.setup()
     _loop = Loop(_strategy)
     (module,) = _loop.wrap(model)

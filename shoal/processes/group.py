@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,25 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
     )
 
 
-def leave() -> None:
-    if dist.is_initialized():
+def leave(world: World) -> None:
+    """Destroys the process groups that `join` made; those that somebody else made stay."""
+    if world.group == "to make" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Returns a process group for CPU tensors with the ranks of `group`; None is the default group, here as in torch.
+
+    That is `group` itself, unless somebody made it over NCCL alone: then all of its ranks, which have to call this
+    together, make a gloo group beside it, once.
+    """
+    return group if "cpu:" in dist.get_backend_config(group) else _gloo_group(group or dist.group.WORLD)
+
+
+@cache
+def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def choose_backend(wanted: str, device: torch.device, world: World) -> str:

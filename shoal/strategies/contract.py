@@ -20,7 +20,7 @@ from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
 from shoal.processes.desync import check_replicas
-from shoal.processes.group import choose_backend, join, leave
+from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
 from shoal.seeding import SampleRng
 from shoal.strategies.buffers import MovingBuffers
@@ -121,7 +121,7 @@ class DistributedStrategy(ABC):
 
     def teardown(self) -> None:
         """Leaves the other processes and takes the settings back."""
-        leave()
+        leave(self.world)
         if self.layout.deterministic:
             torch.use_deterministic_algorithms(False)
         if self.layout.tf32:
@@ -264,7 +264,7 @@ class DistributedStrategy(ABC):
     def _max(self, number: int, groups: Sequence[dist.ProcessGroup | None]) -> int:
         highest = torch.tensor(number)
         for group in groups:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=cpu_group(group))
         return int(highest)
 
     def _broadcast(self, tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
+from shoal.processes.group import cpu_group
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
 
@@ -81,7 +82,7 @@ class Update:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         for group in self.average_over:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=cpu_group(group))
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 continue
