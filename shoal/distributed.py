@@ -1,7 +1,7 @@
-"""Plain functions for scripts that come from plain PyTorch; docs/plain_pytorch.md says which replaces what.
+"""Plain functions for scripts that come from plain PyTorch; docs/plain_pytorch.md says which call each one replaces.
 
-They are thin over a strategy and a loop, one of each per process. A new script is better off with those themselves:
-`with DDPStrategy() as strategy: loop = Loop(strategy)`.
+They keep one strategy per process, and one `Loop` for every model that they wrap. A new script is shorter with these
+two objects themselves: `with DDPStrategy() as strategy: loop = Loop(strategy)`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "checkpoint_path",
     "cleanup_distributed",
     "find_latest_checkpoint",
+    "get_loop",
     "get_rank",
     "get_world_size",
     "is_main_process",
@@ -47,8 +48,8 @@ __all__ = [
 ]
 
 _options: dict[str, Any] = {}
-_strategy: DistributedStrategy | None = None  # one for the process, like torch's own default process group
-_loop: Loop | None = None
+_strategy: DistributedStrategy | None = None  # one per process, like torch's default process group
+_loops: list[Loop] = []
 
 
 def setup_distributed(**options: Any) -> DistributedStrategy:
@@ -56,73 +57,85 @@ def setup_distributed(**options: Any) -> DistributedStrategy:
     global _strategy, _options
     if _strategy is not None:
         raise UserError("setup_distributed was called before; call cleanup_distributed() first")
-    _strategy = DDPStrategy(**options)
-    _strategy.setup()
-    _options = options
-    return _strategy
+    strategy = DDPStrategy(**options)
+    strategy.setup()
+    _strategy, _options = strategy, options
+    return strategy
 
 
 def cleanup_distributed() -> None:
-    """Leaves the process group; does nothing where there is none."""
-    global _strategy, _loop
+    """Leaves the process group. Does nothing if setup_distributed was not called."""
+    global _strategy
     if _strategy is not None:
         _strategy.teardown()
-        _strategy = _loop = None
+        _strategy = None
+        _loops.clear()
 
 
 def get_rank() -> int:
-    """This process's number among all, from 0; 0 where there is one."""
+    """Returns the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else detect().rank
 
 
 def get_world_size() -> int:
-    """How many processes there are."""
+    """Returns the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else detect().size
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, which prints and writes."""
+    """Returns True on rank 0, which prints and writes."""
     return get_rank() == 0
 
 
 def wrap_model_ddp(model: nn.Module, **options: Any) -> nn.Module:
     """Returns the model on its device, in DistributedDataParallel if there are several processes.
 
-    Build the optimizer from what it returns. The options are DDPStrategy's.
+    Build the optimizer from the module that it returns. The options are those of DDPStrategy.
     """
     return _wrap(DDPStrategy, DDPConfig, model, options)
 
 
 def wrap_model_fsdp(model: nn.Module, **options: Any) -> nn.Module:
-    """Returns the model sharded by fully_shard; otherwise as `wrap_model_ddp`, with FSDPStrategy's options."""
+    """Returns the model sharded by fully_shard. Build the optimizer from it; the options are those of FSDPStrategy."""
     return _wrap(FSDPStrategy, FSDPConfig, model, options)
 
 
+def get_loop(model: nn.Module) -> Loop:
+    """Returns the Loop of a wrapped model: for autocast, accumulation, clipping, and steps with the loss scale of fp16.
+
+    `model` is what wrap_model_ddp or wrap_model_fsdp returned, also after torch.compile, or the plain model.
+    """
+    for loop in _loops:
+        if uncompiled(model) in (loop.model, loop.strategy.engine):
+            return loop
+    raise UserError("this model was not wrapped by wrap_model_ddp or wrap_model_fsdp; wrap it first")
+
+
 def save_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer, **state: Any) -> None:
-    """Writes a folder that opens on any number of processes; `state` is anything that JSON can hold.
+    """Writes a folder that any number of processes can load; `state` is anything that JSON can hold.
 
     Under DDP rank 0 writes, and the other ranks may call it or not; under FSDP every rank calls it.
     """
-    _loop_of(model, optimizer).save(path, **state)
+    _loop_with(model, optimizer).save(path, **state)
 
 
 def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Puts a checkpoint into model and optimizer and returns the `state` it was saved with; every rank calls it."""
-    return _loop_of(model, optimizer).load(path)
+    """Loads a checkpoint into model and optimizer and returns the `state` it was saved with. Every rank calls it."""
+    return _loop_with(model, optimizer).load(path)
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """Where `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
+    """Returns the folder in which `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
     return step_folder(output_dir, step)
 
 
 def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
-    return resume(output_dir, _loop_of(model, optimizer))
+    return resume(output_dir, _loop_with(model, optimizer))
 
 
 def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
-    """Does the same for a loop."""
+    """Loads the last good checkpoint under `output_dir` into a Loop and returns its `state`; {} if there is none."""
     damages: list[str] = []
     for path in reversed(step_folders(output_dir)):
         try:
@@ -133,8 +146,8 @@ def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
                 print(f"checkpoint {path.name} is damaged and passed over: {damage}", file=sys.stderr)
     if damages:
         raise UserError(
-            f"auto_resume: none of the {len(damages)} checkpoints in {output_dir} can be used ({damages[0]}); "
-            "move them away or choose another folder"
+            f"output_dir = {str(output_dir)!r}: all {len(damages)} checkpoints are damaged ({damages[0]}); move them "
+            "away or choose another folder"
         )
     return {}
 
@@ -158,21 +171,22 @@ def seed_everything(seed: int, *place: int | str) -> int:
 def _wrap(
     preset: Callable[..., DistributedStrategy], section: type[BaseModel], model: nn.Module, options: dict[str, Any]
 ) -> nn.Module:
-    """Wraps the model by another strategy in the process group that is there, with the options of setup_distributed."""
-    global _strategy, _loop
+    """Wraps the model by a strategy in the process group that exists, with the options of setup_distributed."""
+    global _strategy
     if _strategy is None:
         raise UserError("call shoal.distributed.setup_distributed() first")
-    ddp_alone = DDPConfig.model_fields.keys() - section.model_fields.keys()
-    kept = {name: value for name, value in _options.items() if name not in ddp_alone}
-    _strategy = preset(**kept | options | {"world": _strategy.world})  # in which the group is ours to leave
+    only_ddp = DDPConfig.model_fields.keys() - section.model_fields.keys()
+    kept = {name: value for name, value in _options.items() if name not in only_ddp}
+    _strategy = preset(**kept | options | {"world": _strategy.world})  # whose process group is ours to leave
     _strategy.setup()
-    _loop = Loop(_strategy)
-    (module,) = _loop.wrap(model)
+    loop = Loop(_strategy)
+    (module,) = loop.wrap(model)
+    _loops.append(loop)
     return module
 
 
-def _loop_of(model: nn.Module, optimizer: Optimizer) -> Loop:
-    if _loop is None or uncompiled(model) not in (_loop.model, _loop.strategy.engine):
-        raise UserError("this model was not wrapped by wrap_model_ddp or wrap_model_fsdp; wrap it first")
-    _loop.add(optimizer)
-    return _loop
+def _loop_with(model: nn.Module, optimizer: Optimizer) -> Loop:
+    """Returns the loop of a wrapped model, after the optimizer has joined it."""
+    loop = get_loop(model)
+    loop.add(optimizer)
+    return loop

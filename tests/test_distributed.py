@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal.distributed as plain
 from shoal.errors import UserError
-from shoal.strategies import DDPStrategy
+from shoal.strategies import DDPStrategy, Loop
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "plain_pytorch.md"
@@ -48,7 +48,7 @@ def by_functions(folder: str) -> dict[str, Any]:
     for step in (1, 2):
         take_step(model, optimizer)
         plain.save_checkpoint_distributed(plain.checkpoint_path(folder, step), model, optimizer, step=step)
-    weight = plain._running().unwrap(model).weight
+    weight = plain.get_loop(model).model.weight
     last = weight.tolist()
     first = plain.load_checkpoint_distributed(plain.checkpoint_path(folder, 1), model, optimizer)
     assert weight.tolist() != last
@@ -71,19 +71,66 @@ def test_a_script_of_plain_functions(pool2, tmp_path):
     assert (alone["rank"], alone["size"], alone["kind"]) == (0, 1, nn.Linear)
 
 
+def train_replicated_and_sharded(folder: str) -> tuple[list[float], list[float]]:
+    """Trains the same model under DDP and under FSDP by plain torch calls; returns both sets of weights."""
+    plain.setup_distributed(device="cpu", find_unused_parameters=True)
+    trained = {}
+    for name, wrap in {"ddp": plain.wrap_model_ddp, "fsdp": plain.wrap_model_fsdp}.items():
+        plain.seed_everything(plain.get_rank())  # all ranks get rank 0's weights
+        model = wrap(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):  # before and after the optimizer joins the loop, in the first save
+            take_step(model, optimizer)
+            plain.save_checkpoint_distributed(Path(folder) / name, model, optimizer)
+        trained[name] = model, optimizer
+    replicated, optimizer = trained["ddp"]
+    compiled = torch.compile(replicated, backend="eager")
+    weights = plain.get_loop(compiled).model.state_dict()
+    one = torch.cat([weight.flatten() for weight in weights.values()]).tolist()
+    plain.load_checkpoint_distributed(Path(folder) / "fsdp", compiled, optimizer)  # the first of two wrapped models
+    other = torch.cat([weight.flatten() for weight in weights.values()]).tolist()
+    with pytest.raises(UserError, match="this model was not wrapped"):
+        plain.get_loop(nn.Linear(3, 1))
+    plain.cleanup_distributed()
+    return one, other
+
+
+def test_plain_torch_calls_train_the_same_model_under_ddp_and_fsdp(pool2, tmp_path):
+    (replicated, sharded), others = pool2.run(train_replicated_and_sharded, str(tmp_path), init=False)
+    assert (replicated, sharded) == others
+    plain.seed_everything(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    samples_of_both = torch.cat([torch.ones(2, 3), 2 * torch.ones(2, 3)])
+    for _ in range(3):
+        model(samples_of_both).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([weight.flatten() for weight in model.state_dict().values()]).tolist()
+    assert replicated == pytest.approx(expected, abs=1e-6)
+    assert sharded == pytest.approx(expected, abs=1e-6)
+
+
+def damage(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+
+
 def test_auto_resume_passes_over_a_damaged_checkpoint(tmp_path, capsys):
     with DDPStrategy(device="cpu") as strategy:
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = Loop(strategy)
+        loop.wrap(nn.Linear(3, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
         for step in (1, 2):
-            strategy.save_checkpoint(plain.checkpoint_path(tmp_path, step), model, optimizer, step=step)
+            loop.save(plain.checkpoint_path(tmp_path, step), step=step)
         newest = plain.find_latest_checkpoint(tmp_path)
         assert newest == tmp_path / "checkpoints" / "step_00000002"
-        data = bytearray((newest / "model.safetensors").read_bytes())
-        data[-1] ^= 1
-        (newest / "model.safetensors").write_bytes(data)
-        assert plain.auto_resume(tmp_path, model, optimizer, strategy) == {"step": 1}
-    assert "step_00000002 is damaged" in capsys.readouterr().err
+        damage(newest)
+        assert plain.resume(tmp_path, loop) == {"step": 1}
+        assert "step_00000002 is damaged" in capsys.readouterr().err
+        damage(plain.checkpoint_path(tmp_path, 1))
+        with pytest.raises(UserError, match=r"all 2 checkpoints are damaged .*; move them away"):
+            plain.resume(tmp_path, loop)
 
 
 def test_mistakes_are_told_in_one_line():
@@ -96,6 +143,21 @@ def test_mistakes_are_told_in_one_line():
             plain.setup_distributed()
     finally:
         plain.cleanup_distributed()
+
+
+def test_a_loop_that_could_not_load_says_so(tmp_path):
+    with DDPStrategy(device="cpu") as strategy:
+        loop = Loop(strategy)
+        with pytest.raises(UserError, match=r"wrap: torch\.compile .*; give wrap the plain model"):
+            loop.wrap(torch.compile(nn.Linear(3, 1), backend="eager"))
+        (model,) = loop.wrap(nn.Linear(3, 1))
+        plain.checkpoint_path(tmp_path, 1).mkdir(parents=True)
+        for use in (lambda: plain.resume(tmp_path, loop), lambda: loop.save(tmp_path / "there")):
+            with pytest.raises(UserError, match=r"the loop has no optimizer; .* call loop\.add\(optimizer\)"):
+                use()
+        loop.add(torch.optim.SGD(model.parameters(), lr=0.1))
+        loop.save(tmp_path / "there", step=3)
+        assert loop.load(tmp_path / "there") == {"step": 3}
 
 
 def test_seed_everything():
@@ -126,7 +188,7 @@ class Picky(Exception):
 
 def sums(scale):
     strategy = setup_distributed(device="cpu")
-    return strategy.rank, strategy.reduce(torch.tensor(scale * (1.0 + strategy.rank)))  # rank 0 returns no earlier
+    return strategy.rank, strategy.sum_over_data(torch.tensor(scale * (1.0 + strategy.rank)))  # waits for all
 
 
 def fail(how):

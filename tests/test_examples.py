@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys):
 
 def test_mistakes_are_refused(alone, tmp_path, monkeypatch):
     alone("--max_iters", "1", "--output_dir", str(tmp_path))
-    with pytest.raises(UserError, match="is there already; go on with --resume"):
+    with pytest.raises(UserError, match="exists already; continue with --resume"):
         alone("--output_dir", str(tmp_path))
     with pytest.raises(UserError, match=r"was made with .*'block_size': 32.*give the same flags"):
         alone("--output_dir", str(tmp_path), "--resume", "--block_size", "16")

@@ -42,7 +42,7 @@ from shoal.strategies.state import (
     restore_settings,
 )
 from shoal.strategies.update import Update
-from shoal.torch_private import call_without_hooks
+from shoal.torch_private import call_without_hooks, uncompiled
 from shoal.transform.precision import autocast
 from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
 
@@ -203,6 +203,7 @@ class Loop:
         read it; nothing is changed then.
         """
         path, strategy = Path(path), self.strategy
+        self._check_has_optimizer("load")
         problem: Exception | None = None
         if not strategy.any_rank(path.is_dir()):
             raise UserError(f"load: there is no folder {path}")
@@ -246,6 +247,11 @@ class Loop:
         layout = self.strategy.layout
         if self._model is not None:
             raise UserError("wrap: this loop has a model already; put both into one module, or use another Loop")
+        if uncompiled(model) is not model:
+            raise UserError(
+                "wrap: torch.compile has put this model into a module with other parameter names; give wrap the plain "
+                "model and compile what it returns, or use the strategy's option compile=True"
+            )
         if any(isinstance(builder, Optimizer) for builder in builders):
             raise UserError(
                 "wrap takes a function that builds the optimizer, not the optimizer: its parameters may be replaced; "
@@ -342,8 +348,7 @@ class Loop:
 
     def _state(self, alone: bool) -> TrainState:
         """Collects the state of all optimizers; if `alone`, without collectives: rank 0's buffers count then."""
-        if not self._optimizers:
-            raise UserError("save: wrap the model with at least one optimizer")
+        self._check_has_optimizer("save")
         if alone:
             scale = self.strategy._scale_state()
             states = [collect_state(self.model, optimizer, scale) for optimizer in self._optimizers]
@@ -351,6 +356,12 @@ class Loop:
             states = [self.strategy.state(self.model, optimizer) for optimizer in self._optimizers]
         moments = {name: slots for state in states for name, slots in state.optimizer.items()}
         return TrainState(states[0].model, moments, states[0].strategy)
+
+    def _check_has_optimizer(self, verb: str) -> None:
+        if not self._optimizers:
+            raise UserError(
+                f"{verb}: the loop has no optimizer; give wrap a function that builds it, or call loop.add(optimizer)"
+            )
 
     def _load_state(self, state: TrainState) -> None:
         for optimizer in self._optimizers:
