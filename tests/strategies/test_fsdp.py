@@ -405,3 +405,31 @@ def test_wrap_model_does_what_the_options_say() -> None:
         before = num_recomputed()
         model(torch.randn(1, 16)).sum().backward()
         assert num_recomputed() == before + 2
+
+
+class FrozenHalf(Ragged):
+    """A frozen layer that is stored in bf16, as the base of an adapter is."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1].requires_grad_(False).to(torch.bfloat16)
+        model[1].forward = lambda x: x + model[1].up(x.bfloat16()).float().sum() * 0
+        return model
+
+
+def types_inside() -> tuple[torch.dtype, torch.dtype]:
+    recipe = FrozenHalf()
+    seen: list[torch.dtype] = []
+    with FSDPStrategy(device="cpu") as strategy:
+        model, _ = strategy.prepare(
+            recipe.build_model(), lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        )
+        for module in (model[1].up, model[4]):
+            module.register_forward_pre_hook(lambda module, inputs: seen.append(module.weight.dtype))
+        loader = Loader(Words(), recipe.collate, BatchSchedule.constant(4, 2), seed=0, data_rank=0, data_size=2)
+        strategy.forward_backward(model, next(iter(loader)), recipe, 0)
+    return seen[0], seen[1]
+
+
+def test_a_frozen_bf16_layer_is_gathered_in_bf16(pool2: Pool) -> None:
+    assert pool2.run(types_inside, init=False) == [(torch.bfloat16, torch.float32)] * 2

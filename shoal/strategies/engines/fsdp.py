@@ -35,7 +35,10 @@ class FSDPEngine(PlainEngine):
             # None: free all units but the root, whose parameters its backward would gather again right away.
             "reshard_after_forward": None if fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") else False,
         }
-        dtypes = DTYPES[self.layout.param_dtype], DTYPES[fsdp.reduce_dtype or "fp32"]
+        # Without a type of its own every parameter is gathered in the type it has: a frozen bf16 base in bf16.
+        gathers_as_stored = fsdp.param_dtype is None and self.layout.precision != "pure_bf16"
+        param_dtype = None if gathers_as_stored else DTYPES[self.layout.param_dtype]
+        dtypes = param_dtype, DTYPES[fsdp.reduce_dtype or "fp32"]
         for name in reversed(units):  # children before parents
             policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
             fully_shard(model.get_submodule(name), mp_policy=policy, **options)
