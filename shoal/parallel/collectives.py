@@ -1,4 +1,4 @@
-"""What ranks exchange inside a model, with its backward: every function here has another one as its gradient."""
+"""Collectives that are part of a forward. The backward of each function here is another one of them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ TOKENS = 1
 
 
 def sum_gradients(tensor: Tensor, group: Group) -> Tensor:
-    """The tensor itself; its gradient is the sum over ranks."""
+    """Returns the tensor unchanged; the backward sums its gradient over ranks."""
     return _SumGradients.apply(tensor, group)
 
 
 def sum_over(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, which all ranks go on with alike."""
+    """Returns the sum over ranks, which every rank then uses in the same way."""
     return _SumOver.apply(tensor, group)
 
 
 def gather_tokens(tensor: Tensor, group: Group) -> Tensor:
-    """All tokens of which each rank has some; every rank uses them for its part of the work."""
+    """Gathers the tokens of all ranks; each rank then uses all of them for its part of the work."""
     return _GatherTokens.apply(tensor, group)
 
 
 def scatter_tokens(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, of which each takes its tokens."""
+    """Sums over ranks and returns this rank's tokens of the sum."""
     return _ScatterTokens.apply(tensor, group)
 
 
 def gather_vocabulary(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Logits over the whole vocabulary, of which each rank has some along the last dimension; the last may have fewer.
+    """Gathers logits along the last dimension, the vocabulary; the last rank may have fewer than the others.
 
-    Every rank goes on with all of them alike, so the gradient of a rank's own is a part of what it gets.
+    Every rank then uses all logits in the same way, so the gradient of a rank's logits is a slice of what it gets.
     """
     return _GatherVocabulary.apply(logits, vocabulary, group)
 
 
 def swap(tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
-    """Ranks that each have a part along `join` get all of it, of an equal part along `split`."""
+    """All-to-all: ranks that each have a part along `join` get all of it, for an equal part along `split`."""
     return _Swap.apply(tensor, split, join, group)
 
 

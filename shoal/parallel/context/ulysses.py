@@ -1,7 +1,7 @@
 """Context parallelism: ranks share the tokens of every sequence.
 
-All that treats a token by itself needs nothing more. Attention does: there ranks exchange their tokens' heads for all
-tokens of some heads, and back (Ulysses, arXiv:2309.14509).
+Layers that treat every token by itself need no communication. In attention each rank trades all heads of its tokens for
+all tokens of some heads, and back afterwards (Ulysses, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from shoal.parallel.collectives import swap
 
 
 class HeadExchange:
-    """What an attention of `shoal.models.causal_attention` asks for when it has some of the tokens."""
+    """Trades tokens for heads; the attention of `shoal.models.causal_attention` calls it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)
         self.paused = False
-        """Whether all ranks have all tokens for once."""
+        """True while all ranks have all tokens, such as in a preview."""
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """(batch, heads, own tokens, size) → (batch, own heads, tokens, size)"""
+        """Turns (batch, heads, local tokens, size) into (batch, local heads, tokens, size)."""
         if self.paused:
             return states
         if states.shape[1] % self.size:
@@ -33,12 +33,12 @@ class HeadExchange:
         return swap(states, 1, 2, self.group)
 
     def to_tokens(self, states: Tensor) -> Tensor:
-        """(batch, tokens, own heads, size) → (batch, own tokens, heads, size)"""
+        """Turns (batch, tokens, local heads, size) into (batch, local tokens, heads, size)."""
         return states if self.paused else swap(states, 1, 2, self.group)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    """Those that can exchange heads; UserError if there are none."""
+    """Returns the attention modules that can exchange heads; raises UserError if there are none."""
     found = [module for module in model.modules() if hasattr(module, "exchange")]
     if not found:
         raise UserError(

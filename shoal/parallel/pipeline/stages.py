@@ -1,4 +1,4 @@
-"""Cutting a model into the stages of a pipeline: which modules each one computes, and what stands in for the others."""
+"""Cutting a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
 def count_stages(pp: int, schedule: str, virtual: int = 2) -> int:
-    """How many stages `pp` ranks have together."""
+    """Returns the number of stages on all `pp` ranks."""
     return sum(len(stages_of(rank, pp, schedule, virtual)) for rank in range(pp))
 
 
 def stages_of(rank: int, pp: int, schedule: str, virtual: int = 2) -> tuple[int, ...]:
-    """The stages that a rank holds. The V of `zbv` comes back to the rank it began on."""
+    """Returns the stages that a rank holds. With `zbv` they form a V: the last stage is on the first rank again."""
     if schedule == "interleaved":
         return tuple(range(rank, pp * virtual, pp))
     return (rank, 2 * pp - 1 - rank) if schedule == "zbv" else (rank,)
 
 
 def cut(model: nn.Module, plan: ParallelPlan, num_stages: int) -> list[tuple[str, ...]]:
-    """Names of `plan.order`, one run of them per stage, so that the dearest stage is as cheap as can be.
+    """Returns the modules of each stage, as consecutive names of `plan.order`; the most expensive stage is minimal.
 
-    What a token costs in a module are the elements of its matrices, and nothing in an embedding, which only looks up.
-    Of equal cuts the most even one is taken, then the earliest: first stages keep more activations.
+    The cost of a module is the number of elements in its matrices; an embedding, which only looks up, costs nothing. Of
+    cuts that are equally good the most even one is taken, then the earliest: first stages keep more activations.
     """
     order = [*plan.order]
     _check_order(model, plan, num_stages)
@@ -43,7 +43,10 @@ def cut(model: nn.Module, plan: ParallelPlan, num_stages: int) -> list[tuple[str
 
     @cache
     def best(start: int, stages: int, limit: float) -> tuple[float, tuple[int, ...]]:
-        """From `start` on: what the dearest stage has to cost, or the squares of all under that limit; and the ends."""
+        """Returns the best cost of the modules from `start` on, and where the stages end.
+
+        Without a limit that is the cost of the most expensive stage, under one the sum of squares of all stages.
+        """
         found: tuple[float, tuple[int, ...]] = (inf, ())
         for end in range(start + 1, len(order) + 1) if stages > 1 else (len(order),):
             cost = paid[end] - paid[start]
@@ -60,7 +63,7 @@ def cut(model: nn.Module, plan: ParallelPlan, num_stages: int) -> list[tuple[str
 
 
 class PassThrough(nn.Module):
-    """Stands where a module was that another stage computes: gives its first argument back, whatever else it is given.
+    """Takes the place of a module that another stage computes: it returns its first argument.
 
     The plain attributes of that module stay, for models that look at them, such as at a layer's `attention_type`.
     """
@@ -77,10 +80,10 @@ class PassThrough(nn.Module):
 def take_stages(
     model: nn.Module, plan: ParallelPlan, cuts: Sequence[Sequence[str]], mine: Sequence[int]
 ) -> list[nn.Module]:
-    """Leaves in `model` only what the stages `mine` own, under its name, and returns a module for each of them.
+    """Removes from `model` what the stages `mine` do not own, and returns a module for each of these stages.
 
-    Each is called as the model is. A single stage is the model itself; several are copies of what contains modules of
-    `plan.order`, sharing these modules and all others.
+    Each is called as the model is. A single stage is the model itself; of several, each is a copy of the containers
+    around the modules of `plan.order`, and all other modules are shared.
     """
     owned = {name for index in mine for name in cuts[index]}
     for name in plan.order:
@@ -92,7 +95,7 @@ def take_stages(
 
 
 def follow_mode(stage: nn.Module) -> None:
-    """Makes the containers that `take_stages` copied train or evaluate as the model does that they were copied from."""
+    """Sets the containers that `take_stages` copied to training or evaluation mode, as their originals are."""
     for module in stage.modules():
         original = vars(module).get(_ORIGINAL)
         if original is not None:
@@ -103,7 +106,7 @@ _ORIGINAL = "_copied_from"
 
 
 def _with_only(module: nn.Module, name: str, kept: Collection[str], order: Collection[str]) -> nn.Module:
-    """The module, or a copy that has pass-throughs for the names in `order` that are not kept."""
+    """Returns the module, or a copy with pass-throughs for the names in `order` that are not kept."""
     if name in order:
         return module if name in kept else PassThrough(module)
     prefix = f"{name}." if name else ""
@@ -157,7 +160,7 @@ def _check_order(model: nn.Module, plan: ParallelPlan, num_stages: int) -> None:
 
 
 def _check_shared(model: nn.Module, cuts: Sequence[Sequence[str]]) -> None:
-    """A parameter of two stages would be two parameters, each with half of the gradient."""
+    """Refuses a parameter that two stages share: it would become two parameters, each with half of the gradient."""
     first: dict[int, tuple[int, str]] = {}
     for index, names in enumerate(cuts):
         for owner in names:

@@ -1,4 +1,4 @@
-"""What travels between the stages of a pipeline: one tensor of hidden states per micro-batch."""
+"""What is sent between the stages of a pipeline: one tensor of hidden states per micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.errors import UserError
 
 Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of a tensor, without its first dimension, the batch."""
+"""The shape of a tensor without its first dimension, the batch, and its type."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST_DIMENSIONS = 8
@@ -18,7 +18,7 @@ NOTE_LENGTH = MOST_DIMENSIONS + 2
 
 
 class Arrive(torch.autograd.Function):
-    """The rows that are a micro-batch's own, of what came. Their gradient travels back, and has to be contiguous."""
+    """Drops the padding rows that were added for the wire. The gradient is padded again, since it is sent back."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, rows: int) -> Tensor:
@@ -31,7 +31,7 @@ class Arrive(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """What travels on: a tensor of its own, as torch detaches it in place, which cannot be done to views."""
+    """Pads a hidden state for the wire. Returns a new tensor: torch detaches it in place, which views refuse."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, rows: int) -> Tensor:
@@ -53,7 +53,7 @@ def _filled(tensor: Tensor, rows: int) -> Tensor:
 
 
 def travelling(output: Any) -> Tensor:
-    """The one tensor that goes to the next stage."""
+    """Returns the tensor of a stage's output that is sent to the next stage."""
     if isinstance(output, tuple | list) and output:
         output = output[0]
     hidden = getattr(output, "logits", output)
@@ -70,12 +70,13 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 def describe(tensor: Tensor) -> Tensor:
-    """Its type and shape, as a tensor that can be sent before it."""
+    """Encodes the type and shape of a tensor in another one, which is sent ahead of it."""
     sizes = [*tensor.shape[1:]]
     numbers = [TYPES.index(tensor.dtype), len(sizes), *sizes, *[0] * (MOST_DIMENSIONS - len(sizes))]
     return torch.tensor(numbers, device=tensor.device)
 
 
 def read_note(note: Tensor) -> Shape:
+    """Decodes what `describe` encoded."""
     kind, dimensions, *sizes = note.tolist()
     return tuple(sizes[:dimensions]), TYPES[kind]

@@ -1,4 +1,4 @@
-"""Sharded tensors from one rank's point of view: the part it holds, and what an optimizer does with it."""
+"""How an optimizer works on sharded parameters: it holds and updates the local part of each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shoal.torch_private import StridedShard
 
 
 def hold_shards(optimizer: Optimizer) -> None:
-    """Gives an optimizer this rank's part of each sharded parameter, in the same memory, instead of the DTensor.
+    """Replaces each DTensor of an optimizer by a plain parameter in the memory of this rank's part.
 
-    Fused kernels know plain tensors alone (fused SGD has no rule for DTensors, and none takes both kinds), and
-    elementwise updates of the parts are the update of the whole. A part knows its whole as `shard_of`.
+    Fused kernels take plain tensors alone (fused SGD has no rule for DTensors, and none takes both kinds). The new
+    parameter has the DTensor as `shard_of`.
     """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -36,7 +36,7 @@ def hold_shards(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def take_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Hands the parts their gradients, and returns the parameters that have one."""
+    """Gives local parts the gradients of their DTensors, and returns the parameters that have one."""
     parameters = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -49,6 +49,7 @@ def take_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Frees the gradients of parameters, and of the DTensors that they are local parts of."""
     for parameter in parameters:
         parameter.grad = None
         whole: DTensor | None = getattr(parameter, "shard_of", None)
@@ -58,7 +59,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]) -> Tensor:
-    """The norm of the whole gradient, given this rank's parts and over which groups each is split."""
+    """Returns the norm of the whole gradient; each local part comes with the process groups that it is split over."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for part, groups in gradients:
         by_groups.setdefault(groups, []).append(part)
@@ -72,7 +73,7 @@ def total_norm(gradients: Iterable[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]
 
 
 def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups along which a tensor is cut."""
+    """Returns the process groups whose ranks hold different parts of a tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

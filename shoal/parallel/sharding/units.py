@@ -1,4 +1,4 @@
-"""What FSDP gathers at once: the units of a model."""
+"""The units of fully_shard: modules whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def choose_units(
     min_num_params: int | None = None,
     classes: Sequence[str] | None = None,
 ) -> list[str]:
-    """Names of modules, in the order of the model; what is in none of them belongs to the model itself.
+    """Returns the names of the units in the order of the model. Parameters outside of them form the root's unit.
 
-    Without a policy: the plan's embedding, blocks and head. A module that shares a parameter with another part of the
-    model cannot be a unit, since a parameter is gathered by one; nor can one without parameters.
+    Without a policy these are the plan's embedding, blocks and head. A module that shares a parameter with another part
+    of the model cannot be a unit, since each parameter belongs to one unit; nor can a module without parameters.
     """
     if classes is not None:
         found = _of_classes(model, classes)
@@ -66,11 +66,11 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
 
 
 def _of_size(model: nn.Module, least: int) -> list[str]:
-    """The smallest modules that have at least so many parameters outside smaller units."""
+    """Returns the smallest modules that have at least `least` parameters outside of smaller units."""
     found: list[str] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        """How many parameters are left for the parent."""
+        """Returns how many parameters are left for the parent."""
         left = sum(p.numel() for p in module.parameters(recurse=False))
         left += sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         if name and left >= least and not isinstance(module, nn.ModuleList | nn.ModuleDict):
