@@ -279,7 +279,7 @@ def test_what_a_schedule_cannot_do_is_refused(pool2: Pool) -> None:
     few, ragged, no_entry, other_entry = pool2.run(refusals)[0]
     assert "a micro-batch for each of its 2 stages, but a step has 1" in few
     assert "ragged data: samples of a pipeline have the shapes [4] and [3]" in ragged
-    assert "states no entry" in no_entry
+    assert "plan has no entry" in no_entry
     assert "the plan's entry is 'y', but the recipe's inputs have no batch of that name; they have x" in other_entry
     assert [micro_batches_needed(schedule, 4) for schedule in SCHEDULES] == [1, 4, 1, 1]
 

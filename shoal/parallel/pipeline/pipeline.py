@@ -1,8 +1,8 @@
-"""A pipeline: every rank computes its stages, and hidden states travel between them, while a step's micro-batches
-overlap as the schedule has it. The schedules are torch's.
+"""Runs the micro-batches of a step through the stages of a pipeline, by torch's schedules.
 
-All ranks of a pipeline are given the same micro-batches, so that masks, positions and labels need not travel. Torch
-wants one shape for all that does: hidden states of short batches are filled up with zeros on the way, not in the model.
+All ranks of a pipeline load the same micro-batches, so only hidden states are sent between stages, not masks, positions
+or labels. Torch wants one shape for everything that is sent: hidden states of short batches are padded with zeros on
+the wire, and the model never sees the padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.pipeline.stages import count_stages, follow_mode, stages_of
-from shoal.parallel.pipeline.wire import NOTE_LENGTH, Arrive, Leave, Shape, describe, read_note, shape_of, travelling
+from shoal.parallel.pipeline.wire import (
+    NOTE_LENGTH,
+    Arrive,
+    Leave,
+    Shape,
+    describe,
+    hidden_state_of,
+    read_note,
+    shape_of,
+)
 from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself, times_written
 
 Inputs = Sequence[dict[str, Any]]
@@ -37,10 +46,10 @@ class _Stage:
     index: int
     is_last: bool
     done: int = 0
-    """How many micro-batches of the work at hand it has computed: schedules take them in order."""
+    """The number of micro-batches it has computed in this step; schedules take them in order."""
     sent: dict[Shape, Shape] = field(default_factory=dict)
     received: dict[Shape, Shape] = field(default_factory=dict)
-    """By the shape of the model's input, what leaves this stage and what comes to it."""
+    """The shapes that this stage sends and receives, by the shape of the model's input."""
 
 
 @dataclass
@@ -51,11 +60,11 @@ class _Work:
     score: Score
     around: Around
     rows: int | None = None
-    """How long the batch dimension of everything that travels is; None for each as it is."""
+    """The batch dimension of everything that is sent; None if each hidden state keeps its own."""
 
 
 class Pipeline:
-    """The stages of this rank, and a step through all of them.
+    """The stages of this rank, and a step through the stages of all ranks.
 
     It is a layer around their forward, because torch has to see the module that was given to fully_shard: it then
     reduces gradients once, after the last micro-batch. A stage can no longer be called by hand.
@@ -70,11 +79,11 @@ class Pipeline:
         entry: str | None,
         virtual: int = 2,
     ):
-        """`modules` are the stages `stages_of` gives this rank; `entry` is the plan's."""
+        """`modules` are this rank's stages (see `stages_of`); `entry` is the input that hidden states replace."""
         if entry is None:
             raise UserError(
-                "a pipeline needs to know which input its hidden states take the place of, but the recipe's plan "
-                "states no entry; give ParallelPlan(entry=...) the keyword, such as input_ids"
+                "distributed.mesh.pp > 1: the recipe's plan has no entry, the input that hidden states replace in "
+                "later stages; give ParallelPlan(entry=...) the keyword, such as input_ids"
             )
         self.schedule, self.group, self.device, self.entry = schedule, group, device, entry
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -86,31 +95,31 @@ class Pipeline:
             add_layer(module, partial(self._compute, stage))
             self.stages.append(stage)
             if isinstance(module, FSDPModule) and schedule == "zbv":
-                # It looks for the weights' gradients by the parameters that were there in the forward.
+                # zbv computes weight gradients later, and finds weights by the parameters that the forward used.
                 module.set_reshard_after_forward(False)
         self._work: _Work | None = None
         self._schedules: dict[tuple[int, int, Shape], Any] = {}
         self._most_rows = 0
         self._known: set[Shape] = set()
         self._trained: set[Shape] = set()
-        # What the first stage is called with, which takes its inputs from the micro-batch: fully_shard wants something.
+        # The argument of the first stage, which takes its inputs from the micro-batch: fully_shard expects a tensor.
         self._nothing = torch.zeros(1, device=device)
-        # The communicator of a group is made by the first call, which all have to make; few send in a first tick.
+        # A group's communicator is created by its first call, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @property
     def has_last(self) -> bool:
-        """Whether losses appear on this rank."""
+        """True if this rank computes the losses."""
         return any(stage.is_last for stage in self.stages)
 
     def step(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
-        """Gradients of the sum of all scores, added up over the micro-batches, and over data ranks by fully_shard.
+        """Computes the gradients of the sum of all scores; fully_shard sums them over data-parallel ranks.
 
-        `inputs` are the model's keywords for each micro-batch. `score(output, index)` gives the number to back through;
-        it is called where the last stage is, and its numbers are returned there. `around(index)` is entered around what
-        a stage computes of a micro-batch, the score included.
+        `inputs` are the model's keywords for each micro-batch. `score(output, index)` returns the number whose backward
+        is run; only the last stage calls it, and these numbers are returned there. `around(index)` is entered around
+        everything that a stage computes of a micro-batch, the score included.
 
-        Under fully_shard, a step is one call: gradients of an earlier one may be lost.
+        Under fully_shard, call it once per step: gradients of an earlier call may be lost.
         """
         needed = micro_batches_needed(self.schedule, self.num_stages)
         if len(inputs) < needed:
@@ -127,12 +136,12 @@ class Pipeline:
         schedule = self._find_schedule(num, shape)
         losses: list[Tensor] = []
         self._begin(_Work(inputs, score, around or _nothing, self._most_rows))
-        target = torch.empty(num) if self.has_last else None  # torch wants one to cut up
+        target = torch.empty(num) if self.has_last else None  # torch wants one to split into micro-batches
         try:
             first = [self._nothing.repeat(num)] if self.stages[0].index == 0 else []
             schedule.step(*first, target=target, losses=losses, return_outputs=False)
         except RuntimeError as error:
-            if isinstance(error.__cause__, UserError):  # from inside of a stage
+            if isinstance(error.__cause__, UserError):  # torch wraps what a stage raises
                 raise error.__cause__ from None
             raise
         finally:
@@ -141,41 +150,43 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
-        """The scores without gradients, of any number of micro-batches and of any shapes.
+        """Returns the scores without gradients, for any number of micro-batches of any shapes.
 
-        In a tick every stage computes one micro-batch, then all send what they have at once. Torch's schedules have an
+        In each tick every stage computes one micro-batch, then all ranks send at once. Torch's schedules have an
         `eval`, too, but not for V shapes, nor for fewer micro-batches than stages.
         """
         self._begin(_Work(inputs, score, around or _nothing))
-        # The first of a new shape says beforehand what is coming. All ranks know which that is.
+        # Before the first micro-batch of a new shape, a note says what will be sent. All ranks know which one that is.
         shapes = [self._shape(one) for one in inputs]
-        news = {shapes.index(shape) for shape in shapes if shape not in self._known}
+        first_of_shape = {shapes.index(shape) for shape in shapes if shape not in self._known}
         self._known.update(shapes)
-        losses, here = [], dict[int, Tensor]()
+        losses, arrived = [], dict[int, Tensor]()
         for tick in range(len(inputs) + self.num_stages - 1):
             leaving: dict[int, Tensor] = {}
             for stage in self.stages:
                 if 0 <= tick - stage.index < len(inputs):
-                    output = stage.module(here.pop(stage.index) if stage.index else self._nothing)
+                    output = stage.module(arrived.pop(stage.index) if stage.index else self._nothing)
                     if stage.is_last:
                         losses.append(output)
                     else:
                         leaving[stage.index + 1] = output
-            here = self._exchange(leaving, tick + 1, inputs, news)
+            arrived = self._exchange(leaving, tick + 1, inputs, first_of_shape)
         self._work = None
         for module in (module for stage in self.stages for module in stage.module.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # no backward will
+                module.reshard()  # no backward will do it
         return losses
 
-    def _exchange(self, leaving: dict[int, Tensor], tick: int, inputs: Inputs, news: set[int]) -> dict[int, Tensor]:
-        """What the stages of this rank need in a tick, by their index; `leaving` is by the stage that it goes to."""
+    def _exchange(
+        self, leaving: dict[int, Tensor], tick: int, inputs: Inputs, first_of_shape: set[int]
+    ) -> dict[int, Tensor]:
+        """Sends `leaving` (by the index of the receiving stage) and returns what this rank's stages need in a tick."""
         coming = [s for s in self.stages if s.index and 0 <= tick - s.index < len(inputs)]
-        abroad = [s for s in coming if self._rank_of[s.index - 1] != self.rank]
+        remote = [s for s in coming if self._rank_of[s.index - 1] != self.rank]
         outward = {index: t for index, t in sorted(leaving.items()) if self._rank_of[index] != self.rank}
-        told = [s for s in abroad if tick - s.index in news]
-        notes = {s.index: torch.empty(NOTE_LENGTH, dtype=torch.long, device=self.device) for s in told}
-        self._transfer({i: describe(t) for i, t in outward.items() if tick - i in news}, notes)
+        expects_note = [s for s in remote if tick - s.index in first_of_shape]
+        notes = {s.index: torch.empty(NOTE_LENGTH, dtype=torch.long, device=self.device) for s in expects_note}
+        self._transfer({i: describe(t) for i, t in outward.items() if tick - i in first_of_shape}, notes)
         for stage in coming:
             one = inputs[tick - stage.index]
             if stage.index in notes:
@@ -183,14 +194,14 @@ class Pipeline:
             elif stage.index in leaving:
                 stage.received[self._shape(one)] = shape_of(leaving[stage.index])
         buffers = {}
-        for stage in abroad:
+        for stage in remote:
             one = inputs[tick - stage.index]
             buffers[stage.index] = self._buffer(stage.received[self._shape(one)], self._rows(one))
         self._transfer(outward, buffers)
-        return {s.index: buffers[s.index] if s in abroad else leaving[s.index] for s in coming}
+        return {s.index: buffers[s.index] if s in remote else leaving[s.index] for s in coming}
 
     def _transfer(self, outward: dict[int, Tensor], inward: dict[int, Tensor]) -> None:
-        """All at once, or two ranks that send to each other would both wait. Pairs meet in the order of stages."""
+        """Sends and receives in one batch; two ranks that send to each other in turn would both wait."""
         sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=self._rank_of[i]) for i, t in outward.items()]
         receives = [
             dist.P2POp(dist.irecv, t, group=self.group, group_peer=self._rank_of[i - 1]) for i, t in inward.items()
@@ -200,7 +211,7 @@ class Pipeline:
                 work.wait()
 
     def _compute(self, stage: _Stage, forward: Callable[..., Any], arrived: Tensor) -> Tensor:
-        """What a stage makes of the next micro-batch: the hidden state that travels on, or the score."""
+        """Computes the next micro-batch of a stage: returns the hidden state to send, or the score."""
         work, index = self._work, stage.done
         assert work is not None, "a stage of a pipeline cannot be called by itself"
         stage.done += 1
@@ -217,7 +228,7 @@ class Pipeline:
                 if loss.ndim:
                     raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
                 return loss.to(torch.float32, copy=True)  # torch detaches it in place
-        hidden = travelling(output)
+        hidden = hidden_state_of(output)
         if not hidden.ndim or hidden.shape[0] != rows:
             raise UserError(
                 f"a pipeline's stage made a hidden state of shape {[*hidden.shape]} of a batch of {rows}; its first "
@@ -229,7 +240,7 @@ class Pipeline:
         return Leave.apply(hidden, work.rows or rows)
 
     def _compute_nothing(self, stage: _Stage, arrived: Tensor) -> Tensor:
-        """Beyond the step's micro-batches, where the schedule asks for more: no work, and gradients of 0."""
+        """Stands in for micro-batches that the schedule needs beyond the step's own: no work, gradients of 0."""
         assert self._work is not None
         assert self._work.rows
         if stage.is_last:
@@ -245,12 +256,12 @@ class Pipeline:
                 follow_mode(stage.module)
 
     def _explore(self, inputs: dict[str, Any], around: Around | None) -> None:
-        """Sends one micro-batch through, to know what will travel: autocast decides its type, the model its shape.
+        """Evaluates one micro-batch to learn the types and shapes that will be sent.
 
         Torch would do so itself, in one version with the loss and a backward, in another without.
         """
         if self._trained and any(isinstance(stage.module, FSDPModule) for stage in self.stages):
-            # Data ranks would have to do so in the same step, since this gathers parameters.
+            # This gathers parameters, so all data-parallel ranks would have to do it in the same step.
             raise _ragged(self._shape(inputs)[0], next(iter(self._trained))[0])
         self._known.discard(self._shape(inputs))  # from an evaluation, maybe in other types
         for stage in self.stages:
@@ -264,7 +275,7 @@ class Pipeline:
                 buffer.copy_(value)
 
     def _find_schedule(self, num: int, shape: Shape) -> Any:
-        """Torch's object for so many micro-batches of this shape, which cannot serve others."""
+        """Returns torch's schedule for this number and shape of micro-batches; it cannot serve others."""
         key = (num, self._most_rows, shape)
         schedule = self._schedules.pop(key, None) or self._make_schedule(num, shape)
         self._schedules[key] = schedule
@@ -309,7 +320,7 @@ class Pipeline:
         return schedule
 
     def _fitting(self, num: int) -> int:
-        """How many micro-batches have to be run for so many to be: torch interleaves in rounds of equal length."""
+        """Returns the number of micro-batches to run for `num`: torch interleaves in rounds of equal length."""
         while self.schedule == "interleaved" and num % max(1, num // self.size):
             num += 1
         return num
@@ -327,7 +338,7 @@ class Pipeline:
         return entry.shape[0]
 
     def _shape(self, inputs: dict[str, Any]) -> Shape:
-        """Of the model's input: it decides what travels, as other inputs do not."""
+        """Returns the shape of the model's input, which decides the shape of what is sent."""
         self._rows(inputs)
         return shape_of(inputs[self.entry])
 

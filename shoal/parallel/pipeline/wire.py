@@ -52,7 +52,7 @@ def _filled(tensor: Tensor, rows: int) -> Tensor:
     return filled
 
 
-def travelling(output: Any) -> Tensor:
+def hidden_state_of(output: Any) -> Tensor:
     """Returns the tensor of a stage's output that is sent to the next stage."""
     if isinstance(output, tuple | list) and output:
         output = output[0]

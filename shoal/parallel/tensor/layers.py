@@ -1,6 +1,6 @@
-"""Layers for models written by hand that know how tensor parallelism cuts them.
+"""Layers for your own models that know how tensor parallelism cuts them.
 
-On one process, or without `distributed.mesh.tp`, they are what they look like. `MeshStrategy(mesh={"tp": 2, ...})` and
+On one process, or without `distributed.mesh.tp`, they are ordinary layers. `MeshStrategy(mesh={"tp": 2, ...})` and
 `distributed.strategy: mesh` cut them by their `tensor_style`, as a recipe's plan would; nothing else has to be said.
 
     class MLP(nn.Module):
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A Linear of which every rank computes some outputs. What follows, up to a row, works on those alone."""
+    """A Linear of which every rank computes some outputs; layers up to the next RowParallelLinear work on those alone."""
 
     tensor_style = "column"
 
 
 class RowParallelLinear(nn.Linear):
-    """A Linear of which every rank has some inputs; the output is the sum, the same on all ranks."""
+    """A Linear of which every rank has some inputs; its output is the sum over ranks, on all ranks."""
 
     tensor_style = "row"
 
 
 class TensorParallelAttention(nn.Module):
-    """Self-attention whose heads are shared out: each rank computes whole heads, and the sum of what they say.
+    """Self-attention of which each rank computes some heads; its output is the sum over ranks.
 
-    With fewer key and value heads than query heads each serves a group of those.
+    With fewer key and value heads than query heads, each serves a group of query heads.
     """
 
     tensor_style = "region"
@@ -55,7 +55,7 @@ class TensorParallelAttention(nn.Module):
         self.o_proj = RowParallelLinear(width, width, bias=bias)
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
-        """x (batch, time, width)"""
+        """Takes and returns (batch, time, width)."""
         query = self._heads(self.q_proj(x))
         key, value = (
             self._heads(layer(x)).repeat_interleave(self.group_size, dim=1) for layer in (self.k_proj, self.v_proj)

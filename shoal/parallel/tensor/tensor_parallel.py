@@ -1,11 +1,11 @@
-"""Tensor parallelism: ranks share the work of each layer, and each holds its part of the weights.
+"""Tensor and sequence parallelism: ranks share the work of each layer, and each holds a part of its weights.
 
-Parameters are DTensors, so that everything that stores, counts or shards them further knows which part a rank has. The
-computing is plain: a cut module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the
-boundaries that the plan names. DTensor could find the exchanges by itself, but would gather where a boundary need not.
+Parameters are DTensors, so that whatever stores, counts or shards them knows which part a rank has. The computation is
+plain: a cut module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the boundaries
+that the plan names. DTensor could find the exchanges by itself, but would often gather where that is not needed.
 
-With sequence parallelism what lies between the boundaries is cut too: each rank keeps some tokens, and what was a sum
-over ranks becomes a sum of which each takes its tokens.
+With sequence parallelism the activations between these boundaries are split by tokens: an all-reduce becomes a
+reduce-scatter, and the next boundary gathers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.types import ParallelPlan, TensorStyle
 
 
 class TensorParallel:
-    """How the ranks of one group share a model."""
+    """Cuts a model for the ranks of one group."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
         self.mesh, self.sequence = mesh, sequence
@@ -43,24 +43,24 @@ class TensorParallel:
         )
         self._used_in_part, self._used_by_some_tokens = self._view_used_in_part, self._view_used_by_some_tokens
         self.scattered = sequence
-        """Whether each rank has some tokens between the boundaries. A text that does not come out even, such as the one
-        token that generation adds, goes whole through all ranks."""
+        """True while each rank has some of the tokens between boundaries. A sequence that does not divide, such as the
+        one token that generation adds, is kept whole on all ranks."""
 
     def apply(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Cuts the parameters and changes the `forward` of what the plan names; names and classes stay."""
+        """Cuts the parameters that the plan names, and puts layers around the forward of their modules."""
         styles = resolve(model, plan)
         if self.sequence and "sequence" not in styles.values():
             raise UserError(
-                "distributed.tensor.sequence_parallel = true, but the recipe's plan names no modules that treat every "
-                "token by itself, or the model makes masks for whole sequences; set it to false"
+                "distributed.tensor.sequence_parallel = true: the recipe's plan names no modules of style `sequence`, "
+                "which treat every token by itself, or the model makes masks for whole sequences; set it to false"
             )
         modules = dict(model.named_modules())
         staged = any(isinstance(module, PassThrough) for module in modules.values())
         embeds = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
         if self.sequence and not embeds and not staged:
             raise UserError(
-                "distributed.tensor.sequence_parallel = true, but nothing shares out the tokens at first; let the "
-                "recipe's plan cut the embedding as vocabulary, or set it to false"
+                "distributed.tensor.sequence_parallel = true: nothing splits the tokens at first; let the recipe's plan "
+                "cut the embedding as `vocabulary`, or set it to false"
             )
         parts = self._cut(model, styles)
         for name, style in styles.items():
@@ -69,19 +69,19 @@ class TensorParallel:
         self.cut_parameters = [name for name, p in model.named_parameters() if id(p) in parts]
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """What all ranks are about to use, each for its part of the work."""
+        """Returns an activation that all ranks use, each for its part of the work."""
         if self.scattered:
             return gather_tokens(tensor, self.group)
         return sum_gradients(tensor, self.group)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """The sum of the ranks' parts; with sequence parallelism this rank's tokens of it."""
+        """Returns the sum of the ranks' parts; with sequence parallelism this rank's tokens of it."""
         if self.scattered:
             return scatter_tokens(tensor, self.group)
         return sum_over(tensor, self.group)
 
     def _cut(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> set[int]:
-        """Puts DTensors in the place of the parameters that are cut, and returns their ids."""
+        """Replaces the parameters that are cut by DTensors, and returns the ids of these."""
         whole = dict(model.named_parameters(remove_duplicate=False))
         parts: dict[int, nn.Parameter] = {}
         dimensions = self._dimensions(model, styles)
@@ -98,7 +98,7 @@ class TensorParallel:
         return set(map(id, parts.values()))
 
     def _dimensions(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, int]:
-        """Parameter → the dimension it is cut along."""
+        """Returns the dimension that each cut parameter is cut along, by its name."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         dimensions: dict[str, int] = {}
         for name, style in styles.items():
@@ -110,7 +110,7 @@ class TensorParallel:
                 module = model.get_submodule(name)
                 kinds = nn.Linear if style != "vocabulary" else nn.Linear | nn.Embedding
                 if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
-                    continue  # a head that is handed its weight
+                    continue  # a head that gets its weight as an argument
                 if not isinstance(module, kinds):
                     raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
                 dimensions[f"{name}.weight"] = 1 if style == "row" else 0
@@ -231,7 +231,7 @@ class TensorParallel:
 
 
 def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
-    """The plan's styles by full names. Modules made for it say so themselves, as `tensor_style`."""
+    """Returns the plan's styles by full name. Layers made for tensor parallelism have a `tensor_style` of their own."""
     names = [name for name, module in model.named_modules() if not isinstance(module, PassThrough)]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     styles: dict[str, TensorStyle] = {
@@ -249,19 +249,19 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
         styles |= dict.fromkeys(found, style)
     if not styles:
         raise UserError(
-            "distributed.mesh.tp > 1, but the recipe's plan says nothing of tensor parallelism; "
-            "give its parallel_plan `tensor` styles, or use fsdp"
+            "distributed.mesh.tp > 1: the recipe's plan says nothing of tensor parallelism; give its parallel_plan "
+            "`tensor` styles, or use fsdp"
         )
     return styles
 
 
 def local(value: Any) -> Any:
-    """This rank's part of a DTensor, with a gradient; anything else as it is."""
+    """Returns this rank's part of a DTensor, through which gradients flow; any other value unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`*` is one part between dots."""
+    """Compares a name with a pattern, in which `*` stands for one part between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
