@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -74,6 +74,11 @@ def local_region(tensor: Tensor) -> Region:
     if (held := tuple(tensor.to_local().shape)) != shape:
         raise WrongLayout(f"{tensor.placements} of {[*tensor.shape]} should be {shape} here, but is {held}")
     return Region(offset, shape)
+
+
+def held_of(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """Returns what this rank holds of each tensor."""
+    return {name: Held(tuple(t.shape), t.dtype, local_region(t)) for name, t in tensors.items()}
 
 
 def why_not_whole(shape: Sequence[int], boxes: Sequence[Region]) -> str | None:

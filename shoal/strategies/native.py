@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.checkpoint.regions import Held, local_region
+from shoal.checkpoint.regions import Held, held_of
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
@@ -31,7 +31,7 @@ from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
-from shoal.tensors import DTYPES, local_part, logical_shape, named_tensors
+from shoal.tensors import DTYPES, local_part, named_tensors
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
@@ -194,8 +194,7 @@ class NativeStrategy(DistributedStrategy):
         return self._max(number, self._data_groups)
 
     def _find_held(self, model: nn.Module) -> dict[str, Held]:
-        tensors = named_tensors(model)
-        held = {name: Held(logical_shape(t), t.dtype, local_region(t)) for name, t in tensors.items()}
+        held = held_of(named_tensors(model))
         pipeline = self._placed.pipeline
         if pipeline is None or self.world.group == "imagined":  # where there are no object collectives
             return held

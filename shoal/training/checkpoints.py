@@ -41,6 +41,8 @@ class Checkpoints:
         self.base = Base(session.model, session.weights, session.state().model if session.weights.files else {})
         self.progress: Progress = restore(run, session, self.manager, self.base, warn)
         self.manager.saved_step = self.progress.step
+        self.left_out = self.base.unchanged(session.state().model) if self.base.references else {}
+        """The frozen tensors that checkpoints refer to instead of storing them."""
         self.expected_bytes = self._expect_bytes()
         """The size of a checkpoint over all ranks."""
         if lack := self.manager.lack_of_room(self.expected_bytes):
@@ -54,7 +56,7 @@ class Checkpoints:
     def _expect_bytes(self) -> int:
         """Estimates the size from what the ranks hold; an optimizer that has not stepped yet has nothing to look at."""
         held, optimizer = self.session.held(), self.session.optimizer
-        stored = [one.nbytes for name, one in held.items() if name not in self.base.references]
+        stored = [one.nbytes for name, one in held.items() if name not in self.left_out]
         slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
         trained, _ = self.session.parameter_counts
         return sum(stored) + slots * 4 * trained + _PER_TENSOR_BYTES * (1 + slots) * len(stored)

@@ -142,7 +142,7 @@ class Report:
             staged = checkpoints.expected_bytes / strategy.world_size / 2**30
             saving += f", written in the background from {staged:.2f} GiB of host memory"
         yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
-        if references := checkpoints.base.references:
+        if references := checkpoints.left_out:
             files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)

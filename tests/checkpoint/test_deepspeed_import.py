@@ -21,7 +21,7 @@ from shoal.cli.checkpoint import app
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.parallel.zero.partition import load_deepspeed
-from shoal.strategies import DeepSpeedStrategy, SingleStrategy
+from shoal.strategies import DeepSpeedStrategy, Loop, SingleStrategy
 from shoal.weights import build
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
@@ -63,9 +63,9 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
     assert all((tensor == expected[name]).all() for name, tensor in got.items())
     recipe = Narrow()
     with SingleStrategy(device="cpu") as strategy:
-        model, weights = build(recipe.build_model, recipe.weights(), seed=1)
-        model, optimizer = strategy.prepare(model, adamw, recipe.parallel_plan(model), weights)
-        assert strategy.load_checkpoint(out, model, optimizer) == {"step": 2}
+        loop = Loop(strategy)
+        model, _ = loop.wrap(recipe.build_model(), adamw)
+        assert loop.load(out) == {"step": 2}
         assert (model.get_parameter("4.up.weight").detach().numpy() == expected["4.up.weight"]).all()
     if stage == 1:  # a rank's part is gone
         (tmp_path / "theirs" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

@@ -34,7 +34,7 @@ from shoal.checkpoint.manifest import manifest_digest
 from shoal.cli.main import main
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.strategies import SingleStrategy, from_config
+from shoal.strategies import Loop, SingleStrategy, from_config
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan, TrainState, Weights
@@ -218,7 +218,7 @@ def read_and_write(config: Path, overrides: list[str], source: Path, target: Pat
         model, optimizer = strategy.prepare(model, make, recipe.parallel_plan(model), weights)
         here = strategy.state(model, optimizer).model
         base, checkpoint = Base(model, weights, here), open_checkpoint(source)
-        state = checkpoint.checked_for(here)
+        state = checkpoint.checked_for(strategy.held())
         assert base.check(checkpoint, here) == {}  # the model has it already
         strategy.load_state(model, optimizer, state)
         kept, about = base.leave_out(strategy.state(model, optimizer))
@@ -475,7 +475,7 @@ def test_what_changed_meanwhile_is_read_again(run: AdapterRun) -> None:
         here = strategy.state(model, optimizer).model
         base = Base(model, weights, here)
         model.get_parameter(HALF).data.zero_()
-        state = run.checkpoint().checked_for(here)
+        state = run.checkpoint().checked_for(strategy.held())
         again = base.check(run.checkpoint(), strategy.state(model, optimizer).model)
         assert again.keys() == {HALF}
         state.model.update(again)
@@ -533,14 +533,14 @@ def test_what_is_made_from_several_file_tensors_is_stored(tmp_path: Path) -> Non
 def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:
     run.train()
     with SingleStrategy(device="cpu") as strategy:
-        model = run.model()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        assert strategy.load_checkpoint(run.step(), model, optimizer)["step"] == 4
+        loop = Loop(strategy)
+        model, _ = loop.wrap(run.model(), lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]))
+        assert loop.load(run.step())["step"] == 4
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         assert same(state, run.checkpoint().read().model)
         run.base.unlink()
         with pytest.raises(UserError, match=f"refers to frozen weights, and {run.base} is not there"):
-            strategy.load_checkpoint(run.step(), model, optimizer)
+            loop.load(run.step())
 
 
 def test_a_frozen_checkpoint_of_format_2_still_opens() -> None:

@@ -22,7 +22,8 @@ from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.training import train
-from shoal.training.trainer import Trainer
+from shoal.training.shell import Shell
+from shoal.training.trainer import RecipeBody
 from shoal.types import TrainState
 
 
@@ -230,15 +231,15 @@ def test_all_ranks_are_told_the_same(tmp_path: Path, pool2: Any) -> None:
 @pytest.fixture
 def losses(toy: ToyRun, change_recipe: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation of step n gives LOSSES[n]."""
-    evaluate = Trainer.evaluate
+    evaluate = RecipeBody.evaluate
 
-    def scripted(trainer: Trainer) -> None:
+    def scripted(body: RecipeBody, shell: Shell) -> dict[str, float] | None:
         with monkeypatch.context() as patch:
-            value = LOSSES.get(trainer.step, 9.0)
-            patch.setattr(trainer.recipe, "loss", lambda output, batch: output.sum() * 0 + value * len(batch["x"]))
-            evaluate(trainer)
+            value = LOSSES.get(shell.step, 9.0)
+            patch.setattr(body.recipe, "loss", lambda output, batch: output.sum() * 0 + value * len(batch["x"]))
+            return evaluate(body, shell)
 
-    monkeypatch.setattr(Trainer, "evaluate", scripted)
+    monkeypatch.setattr(RecipeBody, "evaluate", scripted)
 
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: float("nan"), 5: 2.0, 6: 7.0, 7: 8.0, 8: 2.0}

@@ -32,7 +32,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import store as store_module
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.checkpoint.pieces import MappedFiles, Piece, header_digest
-from shoal.checkpoint.regions import Region, local_region, whole_region, why_not_whole
+from shoal.checkpoint.regions import Region, held_of, local_region, whole_region, why_not_whole
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -389,7 +389,7 @@ def read_spread(folders: list[Path], layouts: list[str]) -> list[str]:
     for folder in folders:
         for layout in layouts:
             here = spread(layout)
-            stored = named(open_checkpoint(folder).checked_for(here.model))
+            stored = named(open_checkpoint(folder).checked_for(held_of(here.model)))
             for name, tensor in named(here).items():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 part = stored[name].read(local_region(tensor))
@@ -453,7 +453,7 @@ def count_reads(folder: Path, layout: str) -> tuple[int, int]:
     MappedFiles.read = spy  # type: ignore[method-assign]
     try:
         here = spread(layout)
-        stored = named(open_checkpoint(folder).checked_for(here.model))
+        stored = named(open_checkpoint(folder).checked_for(held_of(here.model)))
         for name, tensor in named(here).items():
             stored[name].read(local_region(tensor))
     finally:

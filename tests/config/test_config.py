@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import Run, load_run
+from shoal.config.layout import Layout
 from shoal.config.overrides import merge
 from shoal.config.yaml import format_value, parse_value
 from shoal.errors import UserError
-from shoal.strategies import MeshStrategy
 
 MINIMAL = "recipe: bdh\ntraining: {max_steps: 5}\n"
 
@@ -221,7 +221,8 @@ def test_a_run_that_was_saved_under_3d_resumes(toy: ToyRun, monkeypatch: pytest.
     tree = Run.tree
     with monkeypatch.context() as older:
         older.setattr(Run, "tree", lambda run: merge(tree(run), {"distributed": {"strategy": "3d"}}))
-        older.setattr(MeshStrategy, "name", "3d")
+        as_dict = Layout.as_dict
+        older.setattr(Layout, "as_dict", lambda layout: as_dict(layout) | {"strategy": "3d"})
         toy.train("training.max_steps=2", *mesh)
     manifest = json.loads((toy.output / "checkpoints" / "step_00000002" / "manifest.json").read_text())
     assert manifest["layout"]["strategy"] == manifest["config"]["distributed"]["strategy"] == "3d"

@@ -477,11 +477,12 @@ def test_a_json_in_python() -> None:
     path = Path(__file__).parents[2] / "configs" / "zero3.json"
     for config in (path, str(path), json.loads(path.read_text())):
         strategy = DeepSpeedStrategy(device="cpu", config=config)
-        assert strategy.stage == 3
-        assert "your own loop decides it" == strategy.idle["optimizer.type"] == strategy.idle["scheduler.type"]
-        assert "optimizer.params.lr" not in strategy.idle
+        assert strategy.layout.zero.stage == 3
+        idle = strategy.layout.not_in_force
+        assert "your own loop decides it" == idle["optimizer.type"] == idle["scheduler.type"]
+        assert "optimizer.params.lr" not in idle
     half = {"zero_optimization": ZERO_2, "bf16": {"enabled": True}}
-    assert DeepSpeedStrategy(device="cpu", config=half, mixed_precision="bf16").precision == "bf16"
+    assert DeepSpeedStrategy(device="cpu", config=half, mixed_precision="bf16").layout.precision == "bf16"
     with pytest.raises(UserError, match=r"bf16.enabled = true contradicts mixed_precision = fp32"):
         DeepSpeedStrategy(device="cpu", config=half)
 

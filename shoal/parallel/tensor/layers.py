@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A Linear of which every rank computes some outputs; layers up to the next RowParallelLinear work on those alone."""
+    """A Linear of which every rank computes some outputs; layers up to a RowParallelLinear work on those alone."""
 
     tensor_style = "column"
 

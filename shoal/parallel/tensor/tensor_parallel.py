@@ -59,8 +59,8 @@ class TensorParallel:
         embeds = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
         if self.sequence and not embeds and not staged:
             raise UserError(
-                "distributed.tensor.sequence_parallel = true: nothing splits the tokens at first; let the recipe's plan "
-                "cut the embedding as `vocabulary`, or set it to false"
+                "distributed.tensor.sequence_parallel = true: nothing splits the tokens at first; let the recipe's "
+                "plan cut the embedding as `vocabulary`, or set it to false"
             )
         parts = self._cut(model, styles)
         for name, style in styles.items():
