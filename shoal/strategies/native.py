@@ -146,7 +146,8 @@ class NativeStrategy(DistributedStrategy):
             self._placed = Placed(engine, tensor, exchange, pipeline)
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
-        self._moving_buffers = MovingBuffers(self._broadcast) if layout.is_sharded_family else None
+        keeps_buffers = layout.is_sharded_family and self.world.group != "imagined"  # where there are no values
+        self._moving_buffers = MovingBuffers(self._broadcast) if keeps_buffers else None
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
@@ -183,8 +184,9 @@ class NativeStrategy(DistributedStrategy):
         return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
 
     def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
-        check_optimizer(optimizer, model)
         engine, pipeline = self._placed.engine, self._placed.pipeline
+        engine.reshard()  # after a forward without a backward the model has gathered parameters
+        check_optimizer(optimizer, model)
         if not self.layout.is_sharded_family:
             return Update(optimizer, self._loss_scale, engine.keeps_gradients)
         stages = pipeline.group if pipeline else None
