@@ -26,5 +26,7 @@ class MovingBuffers:
         """Compares values once. Autograd's count of writes would not do: BatchNorm writes without being counted."""
         if self._moving is None:
             after = dict(model.named_buffers())
-            self._moving = [name for name, b in self._before.items() if name in after and not torch.equal(b, after[name])]
+            self._moving = [
+                name for name, b in self._before.items() if name in after and not torch.equal(b, after[name])
+            ]
             self._before = {}

@@ -368,11 +368,11 @@ def test_what_its_loop_cannot_do_says_what_to_use() -> None:
     with DeepSpeedStrategy(device="cpu") as strategy:
         loop = Loop(strategy)
         model, _ = loop.wrap(nn.Linear(2, 2), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-        with pytest.raises(UserError, match="was not built by loop.wrap.* give wrap a function: loop.wrap"):
+        with pytest.raises(UserError, match=r"was not built by loop.wrap.* give wrap a function: loop.wrap"):
             loop.step(torch.optim.SGD(model.parameters(), lr=0.1))
         loop.backward(model(torch.ones(1, 2)).sum())
         loop.clip(max_value=0.1)
-        with pytest.raises(UserError, match="max_value.*use "):
+        with pytest.raises(UserError, match=r"max_value.*use "):
             loop.step()
 
 

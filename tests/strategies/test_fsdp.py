@@ -179,7 +179,12 @@ def look(options: dict[str, Any]) -> dict[str, Any]:
         (model,) = Loop(strategy).wrap(Normed())
         held = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
         output = model(torch.zeros(2, 6))
-        return {"held": held, "buffer": model.running.dtype, "output": output.dtype, "units": strategy._placed.engine.units}
+        return {
+            "held": held,
+            "buffer": model.running.dtype,
+            "output": output.dtype,
+            "units": strategy._placed.engine.units,
+        }
 
 
 class Normed(nn.Module):
