@@ -45,7 +45,6 @@ __all__ = [
     "shape_and_offset",
     "skip_greeting_itself",
     "storage_key",
-    "times_written",
     "uncompiled",
 ]
 
@@ -99,11 +98,6 @@ def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]
 def is_fake(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape and no memory, under FakeTensorMode."""
     return isinstance(tensor, FakeTensor)
-
-
-def times_written(tensor: Tensor) -> int:
-    """Returns how often something wrote to a tensor in place: autograd counts it on the host."""
-    return tensor._version
 
 
 def call_without_hooks(module: nn.Module) -> Callable[[], None]:

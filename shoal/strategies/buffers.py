@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
-
-from shoal.torch_private import times_written
 
 
 class MovingBuffers:
@@ -15,20 +14,19 @@ class MovingBuffers:
     def __init__(self, broadcast: Callable[[Tensor], None]) -> None:
         self._broadcast = broadcast
         self._moving: list[str] | None = None
-        self._before: dict[str, tuple[int, int]] = {}
+        self._before: dict[str, Tensor] = {}
 
     def before_step(self, model: nn.Module) -> None:
         if self._moving is None:
-            self._before = _versions(model)
+            self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for name in self._moving or ():
             self._broadcast(model.get_buffer(name))
 
     def after_step(self, model: nn.Module) -> None:
+        """Compares values once. Autograd's count of writes would not do: BatchNorm writes without being counted."""
         if self._moving is None:
-            versions = _versions(model)
-            self._moving = [name for name, before in self._before.items() if versions.get(name, before) != before]
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Counts writes instead of comparing values, which would read the device."""
-    return {name: (id(buffer), times_written(buffer)) for name, buffer in model.named_buffers()}
+            after = dict(model.named_buffers())
+            self._moving = [
+                name for name, b in self._before.items() if name in after and not torch.equal(b, after[name])
+            ]
+            self._before = {}

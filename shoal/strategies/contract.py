@@ -90,6 +90,7 @@ class DistributedStrategy(ABC):
         self._backend, self._timeout_seconds = choose_backend(backend, self.device, world), timeout
         self._data_groups: Sequence[dist.ProcessGroup | None] = (None,) if self.data_size > 1 else ()
         """A sum over these, one after another, is the sum over all slices of a batch; None means all ranks."""
+        self._splits_sequences = layout.mesh["cp"] > 1 or layout.sequence_parallel
         self._executor: InTurn | Overlapped
         self._updates: dict[Optimizer, Update] = {}
         self._held: dict[str, Held] = {}
@@ -174,11 +175,12 @@ class DistributedStrategy(ABC):
         """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
         if self._moving_buffers:
             self._moving_buffers.before_step(model)
-        batches = [self._prepare_batch(micro, recipe) for micro in micro_batches]
+        batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
+        if self._splits_sequences:
+            batches = self._split_sequences(batches, recipe)
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = (self._loss_scale.scale if self._loss_scale else 1.0) / count.clamp(min=1)
-        weights = [micro.weight for micro in micro_batches]
-        losses = self._executor.forward_backward(batches, weights, per_count, recipe, step)
+        losses = self._executor.forward_backward(batches, micro_batches, per_count, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         if self._moving_buffers:
             self._moving_buffers.after_step(model)
@@ -194,7 +196,9 @@ class DistributedStrategy(ABC):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
         """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
-        batches = [self._prepare_batch(micro, recipe) for micro in micro_batches]
+        batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
+        if self._splits_sequences:
+            batches = self._split_sequences(batches, recipe)
         losses = self._executor.score(model, batches, recipe)
         count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
         return StepOutput(self.sum_over_data(self._sum(losses, micro_batches)), self.sum_over_data(count))
@@ -272,8 +276,18 @@ class DistributedStrategy(ABC):
         for group in self._data_groups:
             dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
 
-    def _prepare_batch(self, micro: MicroBatch, recipe: Objective) -> Any:
-        return prepare_batch(micro, recipe, self._seed, self.device)
+    def _split_sequences(self, batches: Sequence[Any], recipe: Objective) -> list[Any]:
+        """Returns this rank's part of every sequence, where ranks share the tokens of a sample."""
+        cp, tp = self.layout.mesh["cp"], self.layout.mesh["tp"]
+        parts = [recipe.split_sequence(batch, self._place["cp"], cp) for batch in batches]
+        # Checked here, for only the stage with the embedding would notice.
+        for tokens in map(recipe.sequence_length, parts) if self.layout.sequence_parallel else ():
+            if tokens % tp:
+                raise UserError(
+                    f"distributed.tensor.sequence_parallel = true, but tp {tp} does not divide the {tokens} tokens "
+                    "that a rank has of a sequence; choose another dataset.seq_length"
+                )
+        return parts
 
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Adds up the values of the micro-batches that are not fillers."""
@@ -296,11 +310,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return type(batch)((key, to_device(value, device)) for key, value in batch.items())
+        return type(batch)([(key, to_device(value, device)) for key, value in batch.items()])
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*[to_device(value, device) for value in batch])
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)([to_device(value, device) for value in batch])
     return batch
 
 

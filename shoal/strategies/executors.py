@@ -17,7 +17,7 @@ from shoal.seeding import mix
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
-from shoal.types import Objective
+from shoal.types import MicroBatch, Objective
 
 
 class Surroundings:
@@ -63,15 +63,23 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], weights: Sequence[int], per_count: Tensor, recipe: Objective, step: int
+        self,
+        batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
+        per_count: Tensor,
+        recipe: Objective,
+        step: int,
     ) -> list[Tensor]:
-        """Runs forward and backward of each batch, whose loss is multiplied by `per_count` and its weight (0 or 1)."""
+        """Runs forward and backward of each batch, whose loss is multiplied by `per_count` and its weight (0 or 1).
+
+        `batches` are the data of the micro-batches as the model sees them.
+        """
         engine, enter, losses, last = self.engine, self.surroundings.enter, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
                 engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, None, step, 0))
             for index, batch in enumerate(batches):
-                scale = per_count * weights[index]
+                scale = per_count * micro_batches[index].weight
                 with engine.accumulate(index == last):
                     with enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
@@ -104,13 +112,18 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], weights: Sequence[int], per_count: Tensor, recipe: Objective, step: int
+        self,
+        batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
+        per_count: Tensor,
+        recipe: Objective,
+        step: int,
     ) -> list[Tensor]:
         # A short step at the end of the data is filled up with micro-batches of weight 0.
         needed = micro_batches_needed(self.pipeline.schedule, self.pipeline.num_stages)
         fillers = [batches[0]] * max(0, needed - len(batches))
         filled = [*batches, *fillers]
-        scales = [per_count * weight for weight in (*weights, *(0 for _ in fillers))]
+        scales = [per_count * weight for weight in (*(micro.weight for micro in micro_batches), *(0 for _ in fillers))]
         losses = self._zeros(len(filled))
 
         def score(output: Any, index: int) -> Tensor:

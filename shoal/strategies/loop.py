@@ -86,8 +86,6 @@ class Loop:
         plan = plan or ParallelPlan.derive(model)
         self._model = model
         self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
-        for update in strategy._updates.values() if at_step else ():
-            update.average_over = strategy._data_groups
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine
         if methods and isinstance(module, DistributedDataParallel):

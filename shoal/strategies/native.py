@@ -37,7 +37,7 @@ from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
 from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
-from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, TrainState, Weights
+from shoal.types import NO_PLAN, ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 
 ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
@@ -146,7 +146,8 @@ class NativeStrategy(DistributedStrategy):
             self._placed = Placed(engine, tensor, exchange, pipeline)
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
-        self._moving_buffers = MovingBuffers(self._broadcast) if layout.is_sharded_family else None
+        keeps_buffers = layout.is_sharded_family and self.world.group != "imagined"  # where there are no values
+        self._moving_buffers = MovingBuffers(self._broadcast) if keeps_buffers else None
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
@@ -183,10 +184,12 @@ class NativeStrategy(DistributedStrategy):
         return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
 
     def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
-        check_optimizer(optimizer, model)
         engine, pipeline = self._placed.engine, self._placed.pipeline
+        engine.reshard()  # after a forward without a backward the model has gathered parameters
+        check_optimizer(optimizer, model)
         if not self.layout.is_sharded_family:
-            return Update(optimizer, self._loss_scale, engine.keeps_gradients)
+            average_over = self._data_groups if engine.reduction == "none" else ()
+            return Update(optimizer, self._loss_scale, engine.keeps_gradients, average_over)
         stages = pipeline.group if pipeline else None
         return ShardedUpdate(optimizer, self._loss_scale, self._max_over_data, stages, engine.parameter_device)
 
@@ -216,19 +219,6 @@ class NativeStrategy(DistributedStrategy):
         if layout.strategy == "fsdp" and layout.engine == "plain":
             return f"fsdp {layout.fsdp.sharding_strategy}, one process and so nothing to shard"
         return placed.engine.describe()
-
-    def _prepare_batch(self, micro: MicroBatch, recipe: Objective) -> Any:
-        batch = super()._prepare_batch(micro, recipe)
-        if self.layout.mesh["cp"] == 1 and not self.layout.sequence_parallel:
-            return batch
-        batch = recipe.split_sequence(batch, self._place["cp"], self.layout.mesh["cp"])
-        # Checked here, for only the stage with the embedding would notice.
-        if self.layout.sequence_parallel and (tokens := recipe.sequence_length(batch)) % self.layout.mesh["tp"]:
-            raise UserError(
-                f"distributed.tensor.sequence_parallel = true, but tp {self.layout.mesh['tp']} does not divide the "
-                f"{tokens} tokens that a rank has of a sequence; choose another dataset.seq_length"
-            )
-        return batch
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -137,7 +137,7 @@ def _from_options(
 def _explain(name: str, error: ValidationError) -> str:
     """Returns pydantic's first complaint in terms of the preset's options."""
     first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("deepspeed.", "").replace("zero_stage: ", "stage=")
     keys = [str(part) for part in first["loc"] if part not in ("ddp", "fsdp", "deepspeed", "tensor", "pipeline")]
     if not keys:
         return f"{name}: {message}"

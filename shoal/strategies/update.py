@@ -30,13 +30,22 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class Update:
     """Steps an optimizer whose parameters are plain tensors that this rank holds whole."""
 
-    average_over: Sequence[dist.ProcessGroup | None] = ()
-    """The ranks over which gradients are averaged here, where no engine does so during the backward."""
-
-    def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None, keeps_gradients: bool = False):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_scale: LossScale | None,
+        keeps_gradients: bool = False,
+        average_over: Sequence[dist.ProcessGroup | None] = (),
+    ):
+        """`average_over` are the groups over which gradients are averaged here, if no engine does so in the backward."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
-        self._stepping = False
-        optimizer.register_step_pre_hook(self._before_step)
+        self._average_over, self._stepping = average_over, False
+        if self._steps_otherwise():
+            optimizer.register_step_pre_hook(self._before_step)
+
+    def _steps_otherwise(self) -> bool:
+        """Returns whether a plain `optimizer.step()` would step other gradients than `step` does."""
+        return bool(self.loss_scale or self._average_over)
 
     def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
@@ -73,7 +82,7 @@ class Update:
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that the optimizer is about to use."""
-        if self.average_over:
+        if self._average_over:
             self._average()
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
@@ -81,14 +90,14 @@ class Update:
         """Averages gradients over ranks. A parameter that only some ranks used counts as zero on the others."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        for group in self.average_over:
+        for group in self._average_over:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=cpu_group(group))
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if not is_used:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            for group in self.average_over:
+            for group in self._average_over:
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad /= dist.get_world_size(group)
 
@@ -103,11 +112,15 @@ class Update:
         """Raises if ranks used different parameters in the last step, where that would go wrong silently."""
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if not self._stepping and self.loss_scale:
+        """Makes a plain `optimizer.step()` step the gradients that `step` would, or refuses it."""
+        if self._stepping:
+            return
+        if self.loss_scale:
             raise UserError(
                 "optimizer.step() does not know the loss scale of fp16; use step(optimizer, max_norm) of the strategy "
                 "or loop"
             )
+        self.gradients()
 
 
 class ShardedUpdate(Update):
@@ -165,10 +178,8 @@ class ShardedUpdate(Update):
     def _zero_grad_by_hand(self, set_to_none: bool = True) -> None:
         self.zero_grad()
 
-    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
-        super()._before_step(optimizer, *arguments)
-        if not self._stepping:
-            take_gradients(optimizer)
+    def _steps_otherwise(self) -> bool:
+        return True
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -24,7 +24,7 @@ from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
-from shoal.training.trainer import Trainer
+from shoal.training.trainer import RecipeBody
 from shoal.types import MicroBatch
 from shoal.verify import prove
 from shoal.weights import build
@@ -237,16 +237,16 @@ def test_no_step_waits_for_the_device(
     toy: ToyRun, note: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two lines of the log nothing may synchronise: torch raises if something does."""
-    take_step = Trainer.take_step
+    take_step, first_steps = RecipeBody.take_step, dict[RecipeBody, int]()
 
-    def watched(self: Trainer, micro_batches: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error" if self.step > self.first_step else "default")
+    def watched(self: RecipeBody, micro_batches: Any, step: int) -> Any:
+        torch.cuda.set_sync_debug_mode("error" if step > first_steps.setdefault(self, step) else "default")
         try:
-            take_step(self, micro_batches)
+            return take_step(self, micro_batches, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Trainer, "take_step", watched)
+    monkeypatch.setattr(RecipeBody, "take_step", watched)
     for precision in ("fp32", "bf16", "fp16"):
         toy.train(f"training.mixed_precision={precision}", f"experiment.output_dir={toy.folder}/{precision}")
     for mode in ("full", "selective"):

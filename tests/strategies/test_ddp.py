@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from verify.planted import Ragged, Words
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
-from shoal.processes.desync import Desync, check_replicas, check_samples
+from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
-from shoal.strategies.ddp import default_bucket_mb
+from shoal.strategies.engines.ddp import default_bucket_mb
 from shoal.training.optimizers import build_optimizer
+from shoal.transform.loss_scale import LossScale
 from shoal.types import MicroBatch, ParallelPlan
 
 
@@ -73,7 +75,7 @@ def steps(strategy: DistributedStrategy, recipe: Any, count: int, poison: int | 
             told["norm"].append(info.grad_norm.item())
             told["skipped"].append(info.skipped.item())
         told["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-        told["scale"] = strategy.loss_scale.scale.item() if strategy.loss_scale else None
+        told["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
         return told
 
 
@@ -139,10 +141,8 @@ def first_step_and_again() -> tuple[list[bytes], list[bytes]]:
 
 
 def half_with_a_nan(rank_with_nan: int) -> dict[str, Any]:
-    strategy = DDPStrategy(device="cpu", mixed_precision="fp16")
-    assert strategy.loss_scale is not None
-    strategy.loss_scale.GROWTH_STEPS = 2  # type: ignore[misc]
-    return steps(strategy, NanOnOneRank(rank_with_nan), 6)
+    with patch.object(LossScale, "GROWTH_STEPS", 2):
+        return steps(DDPStrategy(device="cpu", mixed_precision="fp16"), NanOnOneRank(rank_with_nan), 6)
 
 
 class NanOnOneRank(Ragged):
@@ -178,7 +178,7 @@ def drifted(rank_to_change: int) -> str:
             with torch.no_grad():
                 model[1].weight[0, 0] += 1e-6  # type: ignore[index,operator]
         try:
-            check_replicas(dict(model.named_parameters()))
+            strategy.check_sync(dict(model.named_parameters()))
         except Desync as alarm:
             return str(alarm)
         return ""

@@ -17,8 +17,8 @@ from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import FSDPConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
-from shoal.processes.desync import Desync, check_replicas
-from shoal.strategies import DistributedStrategy, FSDPStrategy, SingleStrategy
+from shoal.processes.desync import Desync
+from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, Loop, SingleStrategy
 from shoal.training.optimizers import build_optimizer
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.types import ParallelPlan
@@ -76,7 +76,7 @@ def steps(strategy: DistributedStrategy, recipe: Any, count: int, sgd: bool = Fa
         told["weights"] = {name: whole(tensor) for name, tensor in state.model.items()}
         told["moments"] = {f"{n}/{k}": whole(t) for n, slots in state.optimizer.items() for k, t in slots.items()}
         told["grads_left"] = sum(p.grad is not None for p in model.parameters())
-        told["scale"] = strategy.loss_scale.scale.item() if strategy.loss_scale else None
+        told["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
         return told
 
 
@@ -131,9 +131,9 @@ def test_one_process() -> None:
     assert half["loss"] == pytest.approx(alone["loss"], rel=2e-2)
     assert all(tensor.dtype == np.float32 for tensor in half["weights"].values())
     with FSDPStrategy(device="cpu", reduce_dtype="bf16", sharding_strategy="SHARD_GRAD_OP", buffer_dtype="bf16") as one:
-        one.wrap_model(Ragged().build_model())
+        Loop(one).wrap(Ragged().build_model())
         keys = ("distributed.fsdp.sharding_strategy", "distributed.fsdp.reduce_dtype")
-        assert one.idle == dict.fromkeys(keys, "nothing is sharded on one process")
+        assert one.engaged.not_in_force == dict.fromkeys(keys, "nothing is sharded on one process")
     assert not torch.distributed.is_initialized()
 
 
@@ -141,22 +141,23 @@ def by_hand(strategy: DistributedStrategy, verb: str) -> dict[str, Any]:
     """A loop of the user's own: a mean over the rank's samples."""
     with strategy:
         torch.manual_seed(0)
-        model = strategy.wrap_model(Ragged().build_model().eval())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        norms = []
+        loop, norms = Loop(strategy), []
+        model, optimizer = loop.wrap(
+            Ragged().build_model().eval(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
+        )
         for step in range(3):
             for index in range(2):
                 ids = [(8 * step + 4 * index + i) % 61 for i in range(4)]
                 mine = ids[strategy.data_rank :: strategy.data_size]
                 batch = Ragged().collate([Words()[i] for i in mine])
-                with strategy.accumulate(model, last=index == 1):
+                with loop.accumulate(last=index == 1):
                     logits = model(batch["input_ids"])
-                    strategy.backward(logits.float().logsumexp(-1).mean() / 2)
+                    loop.backward(logits.float().logsumexp(-1).mean() / 2)
             if verb == "clip":
-                norms.append(strategy.clip_grad_norm(model, 0.1).item())
-                strategy.step(optimizer)
+                loop.clip(max_norm=0.1)
+                norms.append(loop.step().grad_norm.item())
             else:
-                norms.append(strategy.step(optimizer, 0.1).grad_norm.item())
+                norms.append(loop.step(max_norm=0.1).grad_norm.item())
         return {"norms": norms, "weights": {n: whole(t) for n, t in strategy.state(model, optimizer).model.items()}}
 
 
@@ -175,10 +176,15 @@ def test_a_loop_by_hand(pool2: Pool, verb: str) -> None:
 def look(options: dict[str, Any]) -> dict[str, Any]:
     strategy = FSDPStrategy(device="cpu", **options)
     with strategy:
-        model = strategy.wrap_model(Normed())
+        (model,) = Loop(strategy).wrap(Normed())
         held = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
         output = model(torch.zeros(2, 6))
-        return {"held": held, "buffer": model.running.dtype, "output": output.dtype, "units": strategy.units}
+        return {
+            "held": held,
+            "buffer": model.running.dtype,
+            "output": output.dtype,
+            "units": strategy._placed.engine.units,
+        }
 
 
 class Normed(nn.Module):
@@ -203,12 +209,12 @@ def drift(rank_to_change: int) -> str:
     strategy = FSDPStrategy(device="cpu", sharding_strategy="HYBRID_SHARD", mesh={"dp_replicate": 2})
     with strategy:
         torch.manual_seed(0)
-        model = strategy.wrap_model(Ragged().build_model())
+        (model,) = Loop(strategy).wrap(Ragged().build_model())
         if strategy.rank == rank_to_change:
             with torch.no_grad():
                 model.get_parameter("4.weight").to_local()[0] += 1e-6  # type: ignore[attr-defined]
         try:
-            check_replicas(dict(model.named_parameters()), strategy.replicas())
+            strategy.check_sync(dict(model.named_parameters()))
         except Desync as alarm:
             return str(alarm)
         return ""
@@ -224,7 +230,7 @@ def test_the_alarm_compares_replicas_of_shards(pool4: Pool) -> None:
 def refusal(options: dict[str, Any]) -> str:
     try:
         with FSDPStrategy(device="cpu", **options) as strategy:
-            strategy.wrap_model(Ragged().build_model())
+            Loop(strategy).wrap(Ragged().build_model())
     except UserError as error:
         return str(error)
     return ""
@@ -273,8 +279,6 @@ def test_names_from_elsewhere_mean_what_they_say(keys: dict[str, Any], words: st
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_pure_bf16_needs_fsdp(strategy: str) -> None:
-    from shoal.strategies import DDPStrategy
-
     kind = {"single": SingleStrategy, "ddp": DDPStrategy}[strategy]
     with pytest.raises(UserError, match=r"use distributed\.strategy: fsdp"):
         kind(device="cpu", mixed_precision="pure_bf16")
@@ -315,9 +319,9 @@ def test_ranks_that_use_different_parameters_are_refused(pool2: Pool) -> None:
 def save_and_step_by_hand(folder: str | None) -> list[float]:
     with FSDPStrategy(device="cpu") as strategy:
         torch.manual_seed(0)
-        model = strategy.wrap_model(Ragged().build_model().eval())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses = []
+        loop, losses = Loop(strategy), []
+        (model,) = loop.wrap(Ragged().build_model().eval())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         for step in range(4):
             loss = model(torch.arange(6).view(1, 6)).logsumexp(-1).mean()
             losses.append(loss.item())
@@ -326,13 +330,14 @@ def save_and_step_by_hand(folder: str | None) -> list[float]:
             optimizer.zero_grad()
             if folder and step == 1:
                 model(torch.zeros(1, 6, dtype=torch.int64))  # with gradients, but no backward
-                strategy.save_checkpoint(folder, model, optimizer)
-                strategy.load_checkpoint(folder, model, optimizer)
+                loop.add(optimizer)
+                loop.save(folder)
+                loop.load(folder)
         return losses
 
 
 def test_saving_leaves_a_loop_by_hand_alone(pool2: Pool, tmp_path: Any) -> None:
-    """Which steps torch's own way, on DTensors."""
+    """The loop steps torch's own way: on DTensors, and on the local parts of them once the optimizer was added."""
     undisturbed = pool2.run(save_and_step_by_hand, None, init=False)
     assert pool2.run(save_and_step_by_hand, str(tmp_path / "step"), init=False) == undisturbed
     assert len(set(undisturbed[0])) == 4
@@ -383,9 +388,9 @@ def test_running_means_start_every_step_as_rank_0_has_them(pool2: Pool) -> None:
         ({"sharding_strategy": "full_shard"}, "sharding_strategy='full_shard'"),
         ({"auto_wrap_policy": "transformer"}, "auto_wrap_policy='transformer'"),
         ({"param_dtype": "bfloat16"}, "param_dtype='bfloat16'"),
-        ({"mixed_precision": "half"}, "'half' is not one of fp32, bf16"),
+        ({"mixed_precision": "half"}, "mixed_precision='half'): Input should be 'fp32', 'bf16'"),
         ({"sharding_strategy": "NO_SHARD", "reduce_every_micro_batch": True}, "saves nothing with NO_SHARD"),
-        ({"loss_chunks": 2}, "cannot chunk a loss that it does not see"),
+        ({"loss_chunks": 2}, "a loop of your own computes its loss itself; use a recipe"),
     ],
 )
 def test_options_in_python_are_checked_too(options: dict[str, Any], words: str) -> None:
@@ -396,12 +401,12 @@ def test_a_parameter_that_is_a_number_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UserError, match="parameter scale is a single number"), FSDPStrategy(device="cpu") as strategy:
-        strategy.wrap_model(model)
+        Loop(strategy).wrap(model)
 
 
-def test_wrap_model_does_what_the_options_say() -> None:
+def test_a_wrapped_model_does_what_the_options_say() -> None:
     with FSDPStrategy(device="cpu", activation_checkpointing="full") as strategy:
-        model = strategy.wrap_model(nn.Sequential(Block(), Block()))
+        (model,) = Loop(strategy).wrap(nn.Sequential(Block(), Block()))
         before = num_recomputed()
         model(torch.randn(1, 16)).sum().backward()
         assert num_recomputed() == before + 2

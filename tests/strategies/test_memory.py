@@ -93,7 +93,7 @@ def start(files: tuple[Path, ...]) -> tuple[int, float]:
             plan = recipe.parallel_plan(model)
             model, _ = strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), plan, weights)
         total = sum(p.to_local().double().abs().sum() for p in model.parameters())  # type: ignore[operator]
-        return grown[0], float(strategy.reduce(torch.as_tensor(total)))
+        return grown[0], float(strategy.sum_over_data(torch.as_tensor(total)))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("init", marks=pytest.mark.slow), "files"])

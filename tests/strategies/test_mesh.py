@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verify.planted import Ragged
 
@@ -15,7 +15,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.processes.world import World
-from shoal.strategies import DistributedStrategy, MeshStrategy, SingleStrategy
+from shoal.strategies import DistributedStrategy, Loop, MeshStrategy, SingleStrategy
 from shoal.training.diagnose import first_bad_module
 from shoal.training.optimizers import build_optimizer
 from shoal.types import ParallelPlan
@@ -37,22 +37,20 @@ class Staged(Ragged):
         return ParallelPlan(blocks=("1", "3"), order=("0", "1", "2", "3", "4"), entry="input")
 
 
-def prepared(strategy: DistributedStrategy, recipe: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def prepared(
+    strategy: DistributedStrategy, recipe: Any, builder: Any = None
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model, weights = build(recipe.build_model, recipe.weights(), seed=0)
     training = TrainingConfig(max_steps=1, learning_rate=1e-2)
-    model, optimizer = strategy.prepare(
-        model.eval(),
-        lambda m: build_optimizer(training, recipe.param_groups(m)),
-        recipe.parallel_plan(model),
-        weights,
-    )
+    builder = builder or (lambda m: build_optimizer(training, recipe.param_groups(m)))
+    model, optimizer = strategy.prepare(model.eval(), builder, recipe.parallel_plan(model), weights)
     batches = BatchSchedule.constant(8, 2)
     rank, size = strategy.data_rank, strategy.data_size
     loader = Loader(recipe.train_data(), recipe.collate, batches, seed=0, data_rank=rank, data_size=size)
     return model, optimizer, iter(loader)
 
 
-def pipeline(**options: Any) -> MeshStrategy:
+def pipeline(**options: Any) -> DistributedStrategy:
     return MeshStrategy(mesh={"pp": 2, "dp_shard": 1}, device="cpu", **options)
 
 
@@ -86,21 +84,25 @@ def test_stages_with_nothing_to_train(pool2: Pool, frozen: int) -> None:
     torch.testing.assert_close(together, alone["weights"], rtol=1e-4, atol=1e-6)
 
 
-def clip() -> tuple[float, float]:
+def clip() -> tuple[float, dict[str, Tensor]]:
+    """Returns the norm before clipping, and how far each parameter moved."""
     with pipeline(reduce_dtype="bf16", forward_prefetch=True) as strategy:
         recipe = Staged()
-        model, optimizer, loader = prepared(strategy, recipe)
+        model, optimizer, loader = prepared(strategy, recipe, lambda m: torch.optim.SGD(m.parameters(), lr=1.0))
         keys = ("distributed.fsdp.reduce_dtype", "distributed.fsdp.forward_prefetch")
-        assert strategy.idle == dict.fromkeys(keys, "nothing is sharded on pp 2")
+        assert strategy.engaged.not_in_force == dict.fromkeys(keys, "nothing is sharded on pp 2")
         strategy.forward_backward(model, next(loader), recipe, 0)
-        clipped = strategy.clip_grad_norm(model, 0.1).item()
-        return clipped, strategy.step(optimizer, None).grad_norm.item()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        norm = strategy.step(optimizer, 0.1).grad_norm.item()
+        return norm, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
 def test_clipping_goes_by_the_norm_of_all_stages(pool2: Pool) -> None:
-    (first, after), (second, _) = pool2.run(clip, init=False)
+    (first, moved), (second, moved_too) = pool2.run(clip, init=False)
     assert first == second > 0.1
-    assert after == pytest.approx(0.1, rel=1e-4)
+    assert not moved.keys() & moved_too.keys()
+    by_both = torch.nn.utils.get_total_norm([*moved.values(), *moved_too.values()])
+    assert by_both.item() == pytest.approx(0.1, rel=1e-4)
 
 
 def skip_together() -> list[float]:
@@ -124,7 +126,7 @@ def test_all_stages_skip_together(pool2: Pool) -> None:
 
 def mean_over_parts() -> float:
     with MeshStrategy(mesh={"cp": 2, "dp_shard": 1}, device="cpu") as strategy:
-        return strategy.reduce(torch.tensor(3.0), "mean").item()
+        return Loop(strategy).reduce(torch.tensor(3.0), "mean").item()
 
 
 def test_a_mean_over_parts_of_a_sequence(pool2: Pool) -> None:
@@ -151,10 +153,10 @@ def test_a_bad_parameter_of_one_stage_is_named(pool2: Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "zbv", "compile": True}, "zbv takes a backward in two halves, but training.compile = true"),
+        ({"schedule": "zbv", "compile": True}, "zbv runs a backward in two halves, but training.compile = true"),
         ({"schedule": "zbv", "loss_chunks": 2}, "but training.loss_chunks = 2"),
         ({"reduce_every_micro_batch": True}, "a pipeline sums gradients over ranks after its last micro-batch"),
-        ({"sharding_strategy": "NO_SHARD"}, "under strategy mesh the mesh says who shards"),
+        ({"sharding_strategy": "NO_SHARD"}, "under strategy mesh the mesh says which ranks shard"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(options: Any, words: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from shoal.checkpoint import open_checkpoint, write_checkpoint
+from shoal.checkpoint.regions import Held, local_box
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.strategies.state import collect_state, restore_state
@@ -98,7 +99,8 @@ def load_sharded(folder: Path, sides: tuple[int, ...], from_memory: bool = False
     optimizer = AdamW([*local_parts(model)], fused=True)
     before = [*model.parameters()]
     checkpoint = open_checkpoint(folder)
-    here = collect_state(model, optimizer, {}).model
+    tensors = collect_state(model, optimizer, {}).model
+    here = {name: Held(tuple(t.shape), t.dtype, local_box(t)) for name, t in tensors.items()}
     state = checkpoint.read() if from_memory else checkpoint.checked_for(here)
     scale = torch.zeros(())
     restore_state(model, optimizer, {"scale": scale}, state)

@@ -23,10 +23,10 @@ FILLS = '''
 
 import errno, os, pathlib
 from shoal.checkpoint import store
-from shoal.training.trainer import Trainer
+from shoal.training.trainer import RecipeBody
 
 DISK = pathlib.Path("disk")
-write_safetensors, take_step = store.write_safetensors, Trainer.take_step
+write_safetensors, open_body, take_step = store.write_safetensors, RecipeBody.__init__, RecipeBody.take_step
 
 
 def fill(leave):
@@ -46,19 +46,24 @@ def fill_in_between(path, tensors):
     return write_safetensors(path, tensors)
 
 
-def step(self, micro_batches):
+def remember_manager(self, shell):
+    self.manager = shell.checkpoints.manager
+    open_body(self, shell)
+
+
+def fill_and_step(self, micro_batches, step):
     if self.strategy.is_main_process:
-        if self.step == 5:
+        if step == 5:
             self.manager._saver._thread and self.manager._saver._thread.join()
             fill(0)
-        if self.step == 25:
+        if step == 25:
             assert [path.name for path in self.manager.folder.iterdir()] == ["step_00000002"]
             store.open_checkpoint(self.manager.path_of(2)).read()
             (DISK / "fill").unlink()
-    take_step(self, micro_batches)
+    return take_step(self, micro_batches, step)
 
 
-store.write_safetensors, Trainer.take_step = fill_in_between, step
+store.write_safetensors, RecipeBody.__init__, RecipeBody.take_step = fill_in_between, remember_manager, fill_and_step
 '''
 
 

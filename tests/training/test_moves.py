@@ -138,8 +138,7 @@ def read_and_write(config: Path, overrides: list[str], source: Path, target: Pat
         model, optimizer = strategy.prepare(
             model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), recipe.parallel_plan(model)
         )
-        here = strategy.state(model, optimizer).model
-        strategy.load_state(model, optimizer, open_checkpoint(source).checked_for(here))
+        strategy.load_state(model, optimizer, open_checkpoint(source).checked_for(strategy.held()))
         write_checkpoint(target, strategy.state(model, optimizer), {"step": 4}, {})
 
 
@@ -188,23 +187,24 @@ def drift(config: Path, overrides: list[str]) -> str:
     """Trains with one replica nudged between two steps."""
     import torch
 
-    from shoal.training.trainer import Trainer
+    from shoal.training.trainer import RecipeBody
 
-    take_step = Trainer.take_step
+    take_step = RecipeBody.take_step
 
-    def nudged(self: Trainer, micro_batches: Any) -> None:
-        take_step(self, micro_batches)
-        if self.step == 3 and self.strategy.rank == 1:
+    def nudged(self: RecipeBody, micro_batches: Any, step: int) -> Any:
+        taken = take_step(self, micro_batches, step)
+        if step == 2 and self.strategy.rank == 1:
             with torch.no_grad():
                 next(self.model.parameters()).add_(1e-3)
+        return taken
 
-    Trainer.take_step = nudged  # type: ignore[method-assign]
+    RecipeBody.take_step = nudged  # type: ignore[method-assign]
     try:
         train(load_run(config, overrides))
     except Desync as alarm:
         return str(alarm)
     finally:
-        Trainer.take_step = take_step  # type: ignore[method-assign]
+        RecipeBody.take_step = take_step  # type: ignore[method-assign]
     return ""
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ToyRun
 
 import shoal
-from shoal.training.trainer import Trainer
+from shoal.training.trainer import RecipeBody
 
 HOME = str(Path(shoal.__file__).parent)
 FIRST, LAST = 10, 30  # between the ends of these two steps: no start-up, no line of the log, no checkpoint
@@ -29,14 +29,15 @@ def calls_per_step(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> tuple[float,
         if event == "call":
             calls[frame.f_code.co_filename] += 1
 
-    take_step = Trainer.take_step
+    take_step = RecipeBody.take_step
 
-    def take_step_and_look(trainer: Trainer, micro_batches: Any) -> None:
-        take_step(trainer, micro_batches)
-        if trainer.step in (FIRST, LAST):
-            sys.setprofile(count if trainer.step == FIRST else None)
+    def take_step_and_look(body: RecipeBody, micro_batches: Any, step: int) -> Any:
+        taken = take_step(body, micro_batches, step)
+        if step + 1 in (FIRST, LAST):
+            sys.setprofile(count if step + 1 == FIRST else None)
+        return taken
 
-    monkeypatch.setattr(Trainer, "take_step", take_step_and_look)
+    monkeypatch.setattr(RecipeBody, "take_step", take_step_and_look)
     try:
         toy.train("training.max_steps=40", "logging.every=1000", "checkpoint.every=null")
     finally:
@@ -52,13 +53,13 @@ def test_a_step_calls_few_functions(toy: ToyRun, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_layer_of_callbacks_would_be_noticed(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_step = Trainer.take_step
+    take_step = RecipeBody.take_step
 
-    def with_a_layer(trainer: Trainer, micro_batches: Any) -> None:
+    def with_a_layer(body: RecipeBody, micro_batches: Any, step: int) -> Any:
         for _ in range(20):
-            trainer.due(None)
-        take_step(trainer, micro_batches)
+            body.log()
+        return take_step(body, micro_batches, step)
 
-    monkeypatch.setattr(Trainer, "take_step", with_a_layer)
+    monkeypatch.setattr(RecipeBody, "take_step", with_a_layer)
     own, _ = calls_per_step(toy, monkeypatch)
     assert own > OWN_CALLS

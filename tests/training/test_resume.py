@@ -349,7 +349,7 @@ def test_the_logs_of_an_interrupted_run(toy: ToyRun, change_recipe: Callable[[st
 def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ("training.eval_steps=2", "training.lr_scheduler=constant")
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.training.trainer.Trainer.evaluate", lambda self: None)
+        patch.setattr("shoal.training.trainer.RecipeBody.evaluate", lambda self, shell: None)
         toy.train(*keys, "training.max_steps=4")
     toy.train(*keys, "training.max_steps=7")
     assert sorted(toy.metrics("eval/loss")) == [4, 6, 7]

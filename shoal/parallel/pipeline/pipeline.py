@@ -32,7 +32,7 @@ from shoal.parallel.pipeline.wire import (
     read_note,
     shape_of,
 )
-from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself, times_written
+from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
 
 Inputs = Sequence[dict[str, Any]]
 Score = Callable[[Any, int], Tensor]
@@ -267,12 +267,11 @@ class Pipeline:
         for stage in self.stages:
             stage.sent.pop(self._shape(inputs), None)
         buffers = [buffer for stage in self.stages for buffer in stage.module.buffers()]
-        before = [(buffer.clone(), times_written(buffer)) for buffer in buffers]
+        before = [buffer.clone() for buffer in buffers]
         with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
             self.evaluate([inputs], lambda output, index: torch.zeros((), device=self.device), around)
-        for buffer, (value, times) in zip(buffers, before, strict=True):
-            if times_written(buffer) != times:
-                buffer.copy_(value)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
     def _find_schedule(self, num: int, shape: Shape) -> Any:
         """Returns torch's schedule for this number and shape of micro-batches; it cannot serve others."""
