@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from shoal.processes.board import HUNG, find_board
+from shoal.processes.board import HUNG, board_of
 from shoal.processes.group import LOST_PEERS
 from shoal.processes.world import World
 
@@ -123,7 +123,7 @@ class Watchdog:
             if self.world.size == 1:
                 self._watch_alone()
                 return
-            self._launchers_board = find_board(self.world.address, self.world.port, 10)
+            self._launchers_board = board_of(self.world).clone()  # for no two threads can share a connection
             names = f"{self.world.attempt_name}, watchdog"
             self._board = dist.PrefixStore(names, self._launchers_board)  # type: ignore[attr-defined]
             with (self.log or Path(os.devnull)).open("a") as log:
