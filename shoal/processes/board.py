@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -31,12 +32,18 @@ def board_of(world: World) -> Any:
     return _found_board(world.address, world.port)
 
 
-def store_of(world: World) -> Any:
-    """Returns the board with names of its own for every attempt of a launcher.
+def store_of(world: World, purpose: str) -> Any:
+    """Returns the board with names of its own for `purpose`, in every attempt of a launcher and at every call.
 
-    The first restart would otherwise read the addresses of the dead.
+    Ranks would otherwise read what the dead have left there, or what an earlier run in the same processes has. All
+    ranks have to call this equally often.
     """
-    return dist.PrefixStore(world.attempt_name, board_of(world))  # type: ignore[attr-defined]
+    _calls[world, purpose] += 1
+    prefix = f"{world.attempt_name}, {purpose} {_calls[world, purpose]}"
+    return dist.PrefixStore(prefix, board_of(world))  # type: ignore[attr-defined]
+
+
+_calls: Counter[tuple[World, str]] = Counter()
 
 
 def once_per_node(world: World, task: Callable[[], None]) -> None:
@@ -44,7 +51,7 @@ def once_per_node(world: World, task: Callable[[], None]) -> None:
     if world.size == 1 or world.group == "imagined":
         task()
         return
-    store, done = store_of(world), f"{task.__qualname__} on node {world.node}"
+    store, done = store_of(world, task.__qualname__), f"done on node {world.node}"
     if world.local_rank == 0:
         task()
         store.set(done, "yes")
