@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -121,12 +120,12 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     large = name.startswith("8B")
     sizes = SMALL if small else LARGE if large else SIZES
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
-    world, distributed, training = CASES[name]
+    ranks, distributed, training = CASES[name]
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
     else:
         training = {**training, "device": device, "batch_size": rows}
-        step = shoal_step(sizes, tokens, world, distributed, training, drawn=not large)
+        step = shoal_step(sizes, tokens, ranks, distributed, training, drawn=not large)
     for _ in range(3):  # compiles, and lets memory settle
         step()
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -171,15 +170,12 @@ def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
 def shoal_step(
     sizes: dict[str, int],
     tokens: Any,
-    world: int,
+    ranks: int,
     distributed: dict[str, Any],
     training: dict[str, Any],
     drawn: bool = True,
 ) -> Callable[[], Any]:
     """`drawn` is whether weights are random: drawing billions takes minutes, and any will do to measure."""
-    if world > 1:
-        fake_world(world)
-
     from shoal.config import check_run
     from shoal.strategies import from_config
     from shoal.training.optimizers import build_optimizer
@@ -195,7 +191,8 @@ def shoal_step(
             "distributed": {**distributed, "backend": "gloo"},
         }
     )
-    recipe, strategy = run.recipe_type(run.recipe_config), from_config(run.config)
+    recipe = run.recipe_type(run.recipe_config)
+    strategy = from_config(run.config, fake_world(ranks) if ranks > 1 else None)
     strategy.setup()
     model, weights = build(recipe.build_model, recipe.weights(), seed=0)
     if not drawn:
@@ -226,14 +223,15 @@ def all_alike(model: Any, module: Any) -> None:
         parameter.data.fill_(0.02)
 
 
-def fake_world(size: int) -> None:
-    """This process as rank 0 of a world whose other ranks do not exist."""
+def fake_world(size: int) -> Any:
+    """Makes this process rank 0 of a world whose other ranks do not exist, and returns that world."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public one
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    from shoal.processes.world import World
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return World(0, size, local_size=size, group="imagined")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ __all__ = [
     "as_shard",
     "call_without_hooks",
     "compiled_graphs",
+    "default_store",
     "is_fake",
     "set_group_timeout",
     "shape_and_offset",
@@ -68,6 +69,11 @@ def as_rows(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """The groups of a mesh are made without asking for how long they may wait."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def default_store() -> dist.Store:  # type: ignore[name-defined]
+    """The store of the default process group, through which ranks can leave word for each other, whoever made it."""
+    return distributed_c10d._get_default_store()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -85,10 +85,11 @@ def _log(path: Path, run: Run) -> Iterator[int]:
 def _leave_after_rank_0(world: World) -> None:
     """A launcher ends all processes when the first leaves with a code, and rank 0 has to say goodbye."""
     with suppress(dist.DistError):  # the board went with whoever kept it
+        store = store_of(world, "leaving")
         if world.rank == 0:
-            store_of(world).set("rank 0 leaves", "")
+            store.set("rank 0 leaves", "")
         else:
-            store_of(world).wait(["rank 0 leaves"], timedelta(minutes=1))
+            store.wait(["rank 0 leaves"], timedelta(minutes=1))
 
 
 def _end_with_launcher(world: World) -> None:

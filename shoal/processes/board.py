@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -13,33 +14,44 @@ import torch.distributed as dist
 
 from shoal.errors import UserError
 from shoal.processes.world import World
+from shoal.torch_private import default_store
 
 HUNG = "hung in {}"
 """On the board, for an attempt: `who` the others waited for in vain, and the processes that are `silent`, in JSON."""
 
 
-@lru_cache(maxsize=1)  # a process has one world, however often it asks
 def board_of(world: World) -> Any:
-    """Returns this process's connection to the board, which rank 0 opens unless the launcher has."""
+    """Returns this process's connection to the board, which rank 0 opens unless the launcher has.
+
+    Where somebody else made the process group, the board is the store by which its ranks have found each other.
+    """
+    if world.group == "made":
+        return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
         return _kept_board(world.address, world.port, world.on_one_machine)
-    return find_board(world.address, world.port)
+    return _found_board(world.address, world.port)
 
 
-def store_of(world: World) -> Any:
-    """Returns the board with names of its own for every attempt of a launcher.
+def store_of(world: World, purpose: str) -> Any:
+    """Returns the board with names of its own for `purpose`, in every attempt of a launcher and at every call.
 
-    The first restart would otherwise read the addresses of the dead.
+    Ranks would otherwise read what the dead have left there, or what an earlier run in the same processes has. All
+    ranks have to call this equally often.
     """
-    return dist.PrefixStore(world.attempt_name, board_of(world))  # type: ignore[attr-defined]
+    _calls[world, purpose] += 1
+    prefix = f"{world.attempt_name}, {purpose} {_calls[world, purpose]}"
+    return dist.PrefixStore(prefix, board_of(world))  # type: ignore[attr-defined]
+
+
+_calls: Counter[tuple[World, str]] = Counter()
 
 
 def once_per_node(world: World, task: Callable[[], None]) -> None:
     """Runs `task` in one process of each machine while the others wait, however long it takes."""
-    if world.size == 1:
+    if world.size == 1 or world.group == "imagined":
         task()
         return
-    store, done = store_of(world), f"{task.__qualname__} on node {world.node}"
+    store, done = store_of(world, task.__qualname__), f"done on node {world.node}"
     if world.local_rank == 0:
         task()
         store.set(done, "yes")
@@ -80,3 +92,6 @@ def find_board(address: str, port: int, timeout_seconds: float = 300) -> Any:
     """Connects to the board that another process keeps, waiting for it to come up."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+_found_board = lru_cache(maxsize=1)(find_board)  # a process has one world, however often it asks

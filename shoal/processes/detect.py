@@ -7,12 +7,12 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.world import World
+from shoal.processes.world import LOOPBACK, World
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,16 +28,17 @@ class Node:
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> World:
-    """Returns the world that the environment describes as torchrun does; one process if it describes none.
+    """Returns the world of the process group that is there, or else the one that the environment describes.
 
-    Raises UserError if only some of the variables that make a rank are set.
+    The variables are torchrun's; without any of them it is one process. Raises UserError if only some are set.
     """
     world = World(
         job=_job(environment),
         run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
         attempt=detect_attempt(environment),
-        group=_group(),
     )
+    if dist.is_initialized():
+        return _of_group(world, environment)
     if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
         return world
     numbers = _read_numbers(environment)
@@ -121,10 +122,26 @@ def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
     return numbers
 
 
-def _group() -> Literal["to make", "made", "imagined"]:
-    if not dist.is_initialized():
-        return "to make"
-    return "imagined" if dist.get_backend() == "fake" else "made"
+def _of_group(world: World, environment: Mapping[str, str]) -> World:
+    """Returns the world with the ranks of the default process group.
+
+    Whoever made that, such as a function under torch.multiprocessing.spawn, need not have set any variables. Without
+    them, ranks that meet on loopback or at an unknown address are taken to be on one machine.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    address = environment.get("MASTER_ADDR", "127.0.0.1")
+    devices = size if address in LOOPBACK else torch.accelerator.device_count() or size
+    local_size = _number(environment.get("LOCAL_WORLD_SIZE", "")) or devices
+    return replace(
+        world,
+        rank=rank,
+        size=size,
+        local_rank=int(environment.get("LOCAL_RANK", rank % local_size)),
+        local_size=local_size,
+        address=address,
+        group="imagined" if dist.get_backend() == "fake" else "made",
+        found_by="the process group that was there",
+    )
 
 
 def _job(environment: Mapping[str, str]) -> str:

@@ -43,7 +43,7 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend,
-        store=store_of(world),
+        store=store_of(world, "process group"),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_seconds),

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from shoal.processes.board import HUNG, find_board
+from shoal.processes.board import HUNG, store_of
 from shoal.processes.group import LOST_PEERS
 from shoal.processes.world import World
 
@@ -123,9 +123,7 @@ class Watchdog:
             if self.world.size == 1:
                 self._watch_alone()
                 return
-            self._launchers_board = find_board(self.world.address, self.world.port, 10)
-            names = f"{self.world.attempt_name}, watchdog"
-            self._board = dist.PrefixStore(names, self._launchers_board)  # type: ignore[attr-defined]
+            self._board = store_of(self.world, "watchdog").clone()  # for no two threads can share a connection
             with (self.log or Path(os.devnull)).open("a") as log:
                 try:
                     self._watch_with_others(log)
@@ -231,7 +229,7 @@ class Watchdog:
         os.write(self.terminal, f"shoal: {text}{where}".encode())
         silent = [(seen.machine, seen.pid) for rank, seen in last_seen.items() if rank not in answers]
         told = {"who": _ranks(missing) if missing else "the run", "silent": silent}
-        self._launchers_board.set(HUNG.format(self.world.attempt_name), json.dumps(told))
+        self._board.underlying_store.set(HUNG.format(self.world.attempt_name), json.dumps(told))
         self._board.set("silent", json.dumps(silent))
 
 

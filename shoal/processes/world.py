@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Addresses at which a machine reaches itself alone."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -48,7 +51,7 @@ class World:
 
         Both conditions are needed: some clusters tell the first of several machines that it is itself `localhost`.
         """
-        return self.size == self.local_size and self.address in ("localhost", "127.0.0.1", "::1")
+        return self.size == self.local_size and self.address in LOOPBACK
 
     @property
     def was_restarted(self) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from conftest import ToyRun
 
+from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.processes.detect import Node, detect, detect_node
 from shoal.processes.world import World
+from shoal.training import train
 
 RANKS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -47,6 +52,34 @@ def test_a_process_group_that_is_there_is_noticed() -> None:
         assert detect({}).group == "made"
     finally:
         dist.destroy_process_group()
+
+
+def detect_in_group(**variables: str) -> World:
+    for name in RANKS:
+        os.environ.pop(name)
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    return detect(variables)
+
+
+def test_a_group_of_several_ranks_needs_no_variables(pool2: Any) -> None:
+    for rank, world in enumerate(pool2.run(detect_in_group)):
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 2, rank, 2)
+        assert (world.group, world.on_one_machine) == ("made", True)
+    for rank, world in enumerate(pool2.run(detect_in_group, MASTER_ADDR="head", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")):
+        assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (rank, 2, 0, 1, rank)
+        assert not world.on_one_machine
+
+
+def train_in_group(config: Path) -> tuple[int, int]:
+    detect_in_group()
+    step = train(load_run(config, ["training.global_batch_size=8"])).step
+    return step, detect().size
+
+
+def test_a_run_in_a_group_that_needs_no_variables(toy: ToyRun, pool2: Any) -> None:
+    """Its ranks wait for each other on the group's store, and its watchdogs meet there."""
+    assert pool2.run(train_in_group, toy.config) == [(10, 2)] * 2
+    assert {path.name for path in (toy.output / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
 
 
 def test_the_machine_of_a_launcher() -> None:

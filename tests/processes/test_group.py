@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -54,6 +56,20 @@ def is_left(preset: str) -> bool:
     with getattr(shoal.strategies, preset)(device="cpu") as strategy:
         strategy.barrier()
     return not dist.is_initialized()
+
+
+def join_again() -> list[int]:
+    """Rank 0 comes back sooner, and must not go by what rank 1 had left for the group before."""
+    totals = []
+    for delay in (0, 0.5):
+        time.sleep(delay * int(os.environ["RANK"]))
+        with shoal.strategies.DDPStrategy(device="cpu") as strategy:
+            totals.append(int(strategy.sum_over_data(torch.tensor(1 + strategy.rank))))
+    return totals
+
+
+def test_processes_that_left_a_group_join_another(pool2: Any) -> None:
+    assert pool2.run(join_again, init=False) == [[3, 3]] * 2
 
 
 @pytest.mark.parametrize("preset", ["DDPStrategy", "FSDPStrategy"])

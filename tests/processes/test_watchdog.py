@@ -209,14 +209,14 @@ def test_what_counts_as_still(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_board_that_is_not_there_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.processes.watchdog.find_board", refuse)
+    monkeypatch.setattr("shoal.processes.watchdog.store_of", refuse)
     with Watchdog(World(0, 2), 0.1, 0.1, tmp_path / "log") as watchdog:
         time.sleep(0.4)
     assert not watchdog._thread.is_alive()
     assert "Traceback" not in capfd.readouterr().err
 
 
-def refuse(*address: object) -> None:
+def refuse(world: World, purpose: str) -> None:
     raise dist.DistNetworkError("connection refused")
 
 
