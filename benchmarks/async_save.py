@@ -1,9 +1,9 @@
-"""How long a save keeps the next step waiting, beside torch.save of the same state.
+"""Measures how long a save keeps the next step waiting, beside torch.save of the same state.
 
     python benchmarks/async_save.py [--gib 1.2] [--rounds 4] [--folder .]
 
-Both save the weights and AdamW moments of one model, several times in turn. Only the time until training could go on
-counts; what the background writes is waited for in between, and its time is shown as well.
+Both save the weights and AdamW moments of one model, several times in turn. "blocked" is the time until training could
+continue; the time until the background has written everything is shown as well.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main() -> None:
             blocked = time.perf_counter() - began
             saver.wait()
             whole = time.perf_counter() - began
-            what = "first (allocates its buffers)" if number == 0 else f"save {number + 1}"
+            label = "first (allocates its buffers)" if number == 0 else f"save {number + 1}"
             print(
-                f"{what:30} torch.save {plain:.2f} s  blocked {blocked:.3f} s = {blocked / plain:.1%}  "
+                f"{label:30} torch.save {plain:.2f} s  blocked {blocked:.3f} s = {blocked / plain:.1%}  "
                 f"written and flushed after {whole:.2f} s"
             )
         open_checkpoint(folder / "step").read()

@@ -1,10 +1,10 @@
-"""How much of two independent processes' speed two DDP processes keep, on the cores of this machine.
+"""Compares two DDP processes with two independent processes on the cores of this machine.
 
     python benchmarks/ddp_scaling.py [--steps 40] [--rounds 3]
 
-Both train the same BDH on the same text, one thread each. The independent processes exchange nothing; under DDP they
-sum their gradients after every step. They take turns, and the best of the rounds counts, since a busy machine only
-ever makes a run slower.
+Both pairs train the same BDH on the same text, one thread per process. The independent processes exchange nothing; the
+DDP processes sum their gradients in every step. The pairs take turns, and the fastest of the rounds counts, because
+other work on the machine can only make a round slower.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from shoal.config import check_run
 from shoal.launch.spawn import run_function
+from shoal.processes.detect import detect
+from shoal.processes.world import World
 from shoal.training import train
 
 PROCS = 2
 
 
 def tokens_per_second(folder: str, together: bool, steps: int) -> float:
-    """This process's speed, alone in the world or as one of several."""
-    rank = os.environ["RANK"]
-    if not together:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
+    """Trains in this process, as one rank of DDP or independently, and returns the speed."""
+    world = detect()
     run = {
         "recipe": "bdh",
-        "experiment": {"output_dir": f"{folder}/{'ddp' if together else f'alone_{rank}'}"},
+        "experiment": {"output_dir": f"{folder}/{'ddp' if together else f'alone_{world.rank}'}"},
         "model": {"n_layer": 4, "n_embd": 96, "mlp_internal_dim_multiplier": 32, "dropout": 0.0},
         "dataset": {"name": "stdlib", "seq_length": 128},
         "training": {"max_steps": steps, "batch_size": 8, "device": "cpu", "eval_batches": 1},
         "logging": {"every": steps, "console": "off", "tensorboard": False},
         "checkpoint": {"every": None},
     }
-    return train(check_run(run)).metrics["train/tokens_per_second"]  # from the first step on, which is logged too
+    outcome = train(check_run(run), world if together else World())
+    return outcome.metrics["train/tokens_per_second"]  # since the first step, which is logged too
 
 
 def main() -> None:
@@ -47,10 +47,10 @@ def main() -> None:
     options = parser.parse_args()
     alone, together = [], []
     for _ in range(options.rounds):
-        for kind, speeds in ((False, alone), (True, together)):
+        for is_ddp, speeds in ((False, alone), (True, together)):
             with tempfile.TemporaryDirectory() as folder:
-                ranks = run_function(tokens_per_second, (folder, kind, options.steps), PROCS, "spawn")
-            speeds.append(ranks[0] if kind else sum(ranks))  # under DDP every rank counts the whole batch
+                by_rank = run_function(tokens_per_second, (folder, is_ddp, options.steps), PROCS, "spawn")
+            speeds.append(by_rank[0] if is_ddp else sum(by_rank))  # under DDP every rank counts the whole batch
     print(f"two independent processes  {max(alone):8.0f} tokens/s in all")
     print(f"two under DDP              {max(together):8.0f} tokens/s in all, {max(together) / max(alone):.2f} of that")
 

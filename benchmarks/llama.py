@@ -1,10 +1,10 @@
-"""What the wrappers cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
+"""Measures on one GPU how fast a Llama trains under each strategy, and how much memory that takes.
 
     python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/llama.md]
 
-Every case runs in a process of its own, one after another: first a compiled loop written by hand in plain PyTorch,
-then the same steps under shoal's strategies. Worlds of several ranks are torch's `fake` backend: rank 0 computes for
-real and its collectives return at once, so what is measured is the rank's own work and memory, not the network.
+The cases run one after another, each in a process of its own: first a compiled loop in plain PyTorch, then the same
+steps under shoal's strategies. A case with several ranks uses torch's `fake` backend: rank 0 computes for real, and its
+collectives return at once. So it measures the computing and the memory of one rank, and not the network.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
-    "`raw` is a loop written by hand: the whole model compiled, bf16 autocast, fused AdamW, clipping. The others are "
-    "shoal's strategies on the same batch, compiled block by block, from the third on with `loss_chunks: 8`. `lean` is "
-    'pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of N" is one real rank in a world whose other '
-    "ranks do not exist (torch's `fake` backend): its computing and memory are real, its waiting for a network is not. "
-    "`8B` is a Llama of 8 billion parameters in pure_bf16 with full activation checkpointing; a rank of `tp 8` has an "
-    "eighth of every layer and one of `pp 4` a quarter of the layers, so tokens/s are those that its group computes."
+    "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other rows "
+    "are shoal's strategies on the same batch, with each block compiled; from the third row on the loss is computed in "
+    '8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of '
+    "N\" is one rank of N, without the others: with torch's `fake` backend it computes its part and uses the memory of "
+    "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters in pure_bf16 with full "
+    "activation checkpointing. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the "
+    "layers, so there tokens/s are those of the 8 or 4 ranks together; all weights of this model are one number, and "
+    "no stage waits for another."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
@@ -69,18 +71,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--small", action="store_true", help="a model that a CPU can step, to try the script")
-    parser.add_argument("--cases", help="those whose name contains one of these, with a semicolon between")
-    parser.add_argument("--write", help="also write the table, as a page, there")
+    parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
+    parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
+    parser.add_argument("--write", help="also write the results to this Markdown file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
     results: dict[str, dict[str, float]] = {}
-    wanted = options.cases.split(";") if options.cases else [""]
+    chosen = options.cases.split(";") if options.cases else [""]
     for name in CASES:
-        if not any(part in name for part in wanted):
+        if not any(part in name for part in chosen):
             continue
         command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps)]
         done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
@@ -96,12 +98,13 @@ def main() -> None:
 
 
 def page(results: dict[str, dict[str, float]], steps: int) -> str:
+    """Returns the results as a Markdown page."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
     head = "# A Llama of 1.1 billion parameters on one GPU\n\nWritten by `python benchmarks/llama.py --write "
     head += f"docs/llama.md` on {date.today().isoformat()}: {device}, torch {torch.__version__}, "
-    head += f"8 × 2048 tokens a step, {steps} steps after 3. {ABOUT}\n\n"
+    head += f"8 × 2048 tokens a step, {steps} steps after 3 for warm-up. {ABOUT}\n\n"
     raw = results.get("raw", {}).get("tokens_per_second")
     rows = []
     for name, result in results.items():
@@ -112,6 +115,7 @@ def page(results: dict[str, dict[str, float]], steps: int) -> str:
 
 
 def measure(name: str, steps: int, small: bool) -> dict[str, float]:
+    """Runs one case and returns its speed, peak memory and last loss."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,13 +124,13 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     large = name.startswith("8B")
     sizes = SMALL if small else LARGE if large else SIZES
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
-    ranks, distributed, training = CASES[name]
+    world, distributed, training = CASES[name]
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
     else:
         training = {**training, "device": device, "batch_size": rows}
-        step = shoal_step(sizes, tokens, ranks, distributed, training, drawn=not large)
-    for _ in range(3):  # compiles, and lets memory settle
+        step = shoal_step(sizes, tokens, world, distributed, training, random_weights=not large)
+    for _ in range(3):  # compiles and allocates
         step()
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronise()
@@ -140,7 +144,7 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
 
 
 def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
-    """The loop people write by hand: the whole model compiled, fp32 weights, autocast, fused AdamW, clipping."""
+    """Returns a step in plain PyTorch: the whole model compiled, fp32 weights, autocast, fused AdamW, clipping."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -170,68 +174,62 @@ def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
 def shoal_step(
     sizes: dict[str, int],
     tokens: Any,
-    ranks: int,
+    world: int,
     distributed: dict[str, Any],
     training: dict[str, Any],
-    drawn: bool = True,
+    random_weights: bool = True,
 ) -> Callable[[], Any]:
-    """`drawn` is whether weights are random: drawing billions takes minutes, and any will do to measure."""
+    """Returns the same step under a strategy. Without `random_weights` all weights are one number: drawing billions of
+    numbers takes minutes and changes neither speed nor memory."""
     from shoal.config import check_run
+    from shoal.processes.world import World
     from shoal.strategies import from_config
-    from shoal.training.optimizers import build_optimizer
+    from shoal.training.session import assemble
     from shoal.types import MicroBatch, Weights
-    from shoal.weights import build
 
-    model_keys = {"config": {"model_type": "llama", **sizes}}
     run = check_run(
         {
             "recipe": "causal_lm",
-            "model": model_keys,
+            "model": {"config": {"model_type": "llama", **sizes}},
             "training": {"max_steps": 1, **training},
             "distributed": {**distributed, "backend": "gloo"},
         }
     )
-    recipe = run.recipe_type(run.recipe_config)
-    strategy = from_config(run.config, fake_world(ranks) if ranks > 1 else None)
+    if world > 1:
+        open_fake_group(world)
+    ranks = World(size=world, local_size=world, group="imagined" if world > 1 else "to make")
+    strategy = from_config(run.config, ranks)
     strategy.setup()
-    model, weights = build(recipe.build_model, recipe.weights(), seed=0)
-    if not drawn:
-        weights = Weights("init", reset=all_alike)
-    plan = recipe.parallel_plan(model)
-    model, optimizer = strategy.prepare(
-        model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), plan, weights
-    )
+    weights = None if random_weights else Weights("init", reset=fill)
+    session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    stages = (distributed.get("mesh") or {}).get("pp", 0)
+    parts = 2 * stages or 1  # a pipeline gets the same tokens in twice as many micro-batches as it has stages
     rows = range(len(tokens))
-    batch = MicroBatch({"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}, rows, rows)
-    batches = [batch]
-    if stages := (distributed.get("mesh") or {}).get("pp"):  # the same tokens in as many micro-batches as a step fills
-        batches = [
-            MicroBatch({key: value[i :: 2 * stages] for key, value in batch.data.items()}, rows[i::8], rows[i::8])
-            for i in range(2 * stages)
-        ]
+    micro_batches = [
+        MicroBatch({key: value[i::parts] for key, value in batch.items()}, rows[i::parts], rows[i::parts])
+        for i in range(parts)
+    ]
 
     def step() -> Any:
-        output = strategy.forward_backward(model, batches, recipe, 0)
-        strategy.step(optimizer, 1.0)
+        output = strategy.forward_backward(session.model, micro_batches, session.recipe, 0)
+        strategy.step(session.optimizer, 1.0)
         return output.loss
 
     return step
 
 
-def all_alike(model: Any, module: Any) -> None:
+def fill(model: Any, module: Any) -> None:
     for parameter in module.parameters(recurse=False):
         parameter.data.fill_(0.02)
 
 
-def fake_world(size: int) -> Any:
-    """Makes this process rank 0 of a world whose other ranks do not exist, and returns that world."""
+def open_fake_group(size: int) -> None:
+    """Makes this process rank 0 of a process group whose other ranks do not exist."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public one
 
-    from shoal.processes.world import World
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    return World(0, size, local_size=size, group="imagined")
 
 
 if __name__ == "__main__":

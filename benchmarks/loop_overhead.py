@@ -1,11 +1,11 @@
-"""What a training loop costs: one small model on the CPU through shoal and its peers, in one run.
+"""Measures what a training loop costs: one small model on the CPU, under shoal and under other frameworks, in one run.
 
     python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json result.json]
 
-The model is so small that the loop is most of what there is to see; on a real one all of this is noise. Every peer
-trains the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate that
-changes at every update, and records the loss every 50 steps. Each is written as its own documentation writes it and
-lives in a process of its own. They take turns of 100 steps, so that whatever else the machine does falls on all alike.
+The model is so small that most of the time goes into the loop; with a real model these differences do not matter.
+Every peer trains the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate
+that changes at every update, and records the loss every 50 steps. Each is written as its documentation shows, and runs
+in a process of its own. They take turns of 100 steps, so that other work on the machine slows all of them equally.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TURN, WARMUP = 100, 3  # steps; turns
 
 
 class Stopwatch:
-    """Ticks whenever the model is called. At the end of a turn it says what the turn took and waits for the next."""
+    """Counts the calls of the model. At the end of a turn it sends the time of the turn and waits for the next one."""
 
-    line: Connection
+    connection: Connection
     began = 0.0
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Stopwatch:
         self.ticks += 1
         if self.ticks % TURN == 0:
             sys.setprofile(None)
-            # CPU time: nothing here waits, and other processes disturb it less than the time on the wall.
-            self.line.send((time.process_time() - self.began, self.calls))
+            # CPU time: nothing here waits, and other processes disturb it less than the time on a clock.
+            self.connection.send((time.process_time() - self.began, self.calls))
             self.calls.clear()
-            sys.setprofile(self._count if self.line.recv() == "count" else None)
+            sys.setprofile(self._count if self.connection.recv() == "count" else None)
             self.began = time.process_time()
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
@@ -98,7 +98,7 @@ class Samples:
 
 
 def build(steps: int) -> tuple[nn.Module, AdamW, LambdaLR, DataLoader[Any]]:
-    """For everyone but shoal and the Hugging Face Trainer, which build the same by themselves."""
+    """Builds what a peer trains. shoal and the Hugging Face Trainer build the same themselves."""
     model = Network()
     weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
     groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
@@ -113,7 +113,7 @@ def record(folder: Path, step: int, loss: Tensor) -> None:
 
 
 def raw(folder: Path, steps: int) -> None:
-    """By hand: no resuming, no check for gradients that are not finite, no rates, no seeds per step."""
+    """Plain PyTorch: no resuming, no check for gradients that are not finite, no speeds, no seed per step."""
     model, optimizer, schedule, loader = build(steps)
     for step, batch in enumerate(loader):
         loss = cross_entropy(model(batch["x"]), batch["labels"])
@@ -127,8 +127,8 @@ def raw(folder: Path, steps: int) -> None:
 
 
 def shoal(folder: Path, steps: int) -> None:
-    """Also, in every step: a seed of its own, the loss over what was counted, the position in the data, and no update
-    if the gradient is not finite. In every record: the norm, rates, memory, skipped updates."""
+    """Adds to every step: a seed, the mean over a count, the position in the data, and no update if the gradient is not
+    finite. Adds to every record: gradient norm, speeds, memory, skipped updates."""
     from shoal.config import Run
     from shoal.config.schema import Config
     from shoal.recipes import Recipe
@@ -159,7 +159,7 @@ def shoal(folder: Path, steps: int) -> None:
 
 
 def fabric(folder: Path, steps: int) -> None:
-    """Its clipping raises an error if the gradient is not finite; the rest is as in raw."""
+    """As raw; but its clipping raises an error if the gradient is not finite."""
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import CSVLogger
 
@@ -178,7 +178,7 @@ def fabric(folder: Path, steps: int) -> None:
 
 
 def accelerate(folder: Path, steps: int) -> None:
-    """Ready for accumulation; the rest is as in raw."""
+    """As raw, and ready for gradient accumulation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -238,7 +238,8 @@ def lightning(folder: Path, steps: int) -> None:
     trainer.fit(Classify(), loader)
 
 
-PEERS = {  # the first package names the version; calls into all of them are the peer's own
+# name → (training function, packages): the version is that of the first, and calls into all of them count as its own
+PEERS = {
     "raw": (raw, ["torch"]),
     "shoal": (shoal, ["shoal"]),
     "fabric": (fabric, ["lightning"]),
@@ -248,10 +249,10 @@ PEERS = {  # the first package names the version; calls into all of them are the
 }
 
 
-def work(name: str, turns: int, line: Connection) -> None:
-    """The peer's process."""
+def work(name: str, turns: int, connection: Connection) -> None:
+    """Runs in the peer's process."""
     torch.manual_seed(0)
-    stopwatch.line = line
+    stopwatch.connection = connection
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
         stack.enter_context(contextlib.redirect_stdout(nowhere))
@@ -269,31 +270,32 @@ class Result:
     calls: float
     """Python functions called per step."""
     own_calls: float
-    """Those of them in the framework's own code."""
+    """Those of them that are in the framework's code."""
 
 
 def compare(names: list[str], turns: int) -> list[Result]:
+    """Lets the peers take turns and returns what each of them took."""
     context = multiprocessing.get_context("spawn")
     plan = ["time"] * (WARMUP + turns) + ["count"]
-    said: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
-    lines, processes = {}, []
+    turns_of: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
+    connections, processes = {}, []
     for name in names:
-        lines[name], theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(name, len(plan) + 1, theirs), daemon=True))
+        connections[name], other_end = context.Pipe()
+        processes.append(context.Process(target=work, args=(name, len(plan) + 1, other_end), daemon=True))
         processes[-1].start()
-        theirs.close()
-        lines[name].recv()  # it has taken its first turn
-    for what in plan:
-        for name, line in lines.items():
-            line.send(what)
-            said[name].append(line.recv())
-    for line, process in zip(lines.values(), processes, strict=True):
-        line.send("finish")
+        other_end.close()
+        connections[name].recv()  # it has taken its first turn
+    for request in plan:
+        for name, connection in connections.items():
+            connection.send(request)
+            turns_of[name].append(connection.recv())
+    for connection, process in zip(connections.values(), processes, strict=True):
+        connection.send("finish")
         process.join()
 
     results = []
     for name in names:
-        *timed, (_, calls) = said[name]
+        *timed, (_, calls) = turns_of[name]
         _, packages = PEERS[name]
         homes = tuple(str(Path(find_spec(package).origin).parent) for package in packages)
         own_calls = sum(number for file, number in calls.items() if file.startswith(homes))
@@ -303,7 +305,7 @@ def compare(names: list[str], turns: int) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Medians over the turns; behind ± the standard error of one."""
+    """Returns medians over the turns; after ± is the standard error of the median."""
     base = next((r.microseconds for r in results if r.peer == "raw"), None)
     lines = [f"{'':20}{'µs/step':>9}{'middle half':>13}{'over raw':>13}{'calls/step':>12}{'its own':>9}"]
     for r in results:
@@ -320,10 +322,10 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a training loop costs, beside its peers.")
+    parser = argparse.ArgumentParser(description="Measure what a training loop costs, beside other frameworks.")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
     parser.add_argument("--turns", type=int, default=40, help=f"of {TURN} steps for each peer; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args()
     names = options.peers.split(",")
     if unknown := [name for name in names if name not in PEERS]:
