@@ -5,10 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.weights.conversion import Compute, Concatenate, FileTensor, FileTensors, Narrow, Source, Stack, Transpose
+
+
+def undivided_classes(model: Any) -> set[str]:
+    """Returns the names of the classes of layers that transformers never divides between devices: the blocks."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+@torch.no_grad()
+def draw(model: nn.Module, module: nn.Module) -> None:
+    """The initialisation of transformers for the parameters of one module, and for nothing else.
+
+    A parent may draw again what its child drew (GPT-2's projections into the residual stream), so all of a module's
+    ancestors have their turn; transformers leaves alone what is marked as initialised.
+    """
+    parameters: list[Any] = list(model.parameters())
+    own = set(module.parameters(recurse=False))
+    for parameter in parameters:
+        parameter._is_hf_initialized = parameter not in own
+    name = next(name for name, member in model.named_modules() if member is module)
+    line: list[Any] = [model]
+    for part in filter(None, name.split(".")):
+        line.append(getattr(line[-1], part))
+    try:
+        while line:
+            owner = next(member for member in reversed(line) if hasattr(member, "_init_weights"))
+            owner._init_weights(line.pop())
+    finally:
+        for parameter in parameters:
+            del parameter._is_hf_initialized
 
 
 def file_sources(model: Any, files: FileTensors) -> dict[str, Source]:
@@ -44,6 +73,7 @@ def file_sources(model: Any, files: FileTensors) -> dict[str, Source]:
             made = converter.convert(target, model=model, config=model.config)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"model.name: {target} cannot be made from {parts[0][1]}, …: {error}") from None
+        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors beside it
         sources |= {name: (value[0] if isinstance(value, list) else value).source for name, value in made.items()}
     return sources
 
