@@ -21,8 +21,6 @@ from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
 from shoal.weights.from_files import check_files, in_no_file, read_files
 
-DRAWN = Weights("init")
-
 
 def build(build_model: Callable[[], nn.Module], wanted: Weights, seed: int) -> tuple[nn.Module, Weights]:
     """The model, on meta where its weights are drawn by name or read, else built whole on the CPU; and which it is."""
@@ -65,7 +63,7 @@ def materialise(
     model: nn.Module,
     device: torch.device,
     seed: int,
-    weights: Weights = DRAWN,
+    weights: Weights,
     parameters_on: torch.device | None = None,
 ) -> None:
     """Gives every meta parameter its memory and its first value; moves the rest as it is.
