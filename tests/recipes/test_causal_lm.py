@@ -228,7 +228,7 @@ def test_a_damaged_mixture_is_refused(tmp_path: Path, mixtures: dict[str, Path])
 
     expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     fewer = damaged("fewer", **{expert: None})
-    refused(r"layers.1.mlp.experts.down_proj has shape \[2, 32, 48\], but the model's is \[3, ", lambda: start(fewer))
+    refused(r"layers.1.mlp.experts.down_proj has shape \[2, 32, 48\], but \[3, ", lambda: start(fewer))
     larger = damaged("larger", **{expert: torch.zeros(33, 48)})
     refused("model.name.*layers.1.mlp.experts.down_proj cannot be made from .*experts.0.w2.weight", larger.weights)
 

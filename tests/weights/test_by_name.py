@@ -144,7 +144,7 @@ class TiedTheOtherWay(nn.Module):
     [
         (LoopAtTheEnd, "'layer.weight'"),
         (Bare, "no reset_parameters"),
-        (TiedTheOtherWay, "otherwise than"),
+        (TiedTheOtherWay, "in another way than"),
     ],
 )
 def test_init_code_we_would_lose_means_built_as_it_is(make: type[nn.Module], reason: str) -> None:

@@ -18,7 +18,7 @@ from shoal.models.causal_attention import use_causal_attention
 from shoal.recipes.causal_lm.config import CausalLMConfig, import_transformers, known_keys, make_config, one_line
 from shoal.recipes.causal_lm.folder import fetch_folder, safetensors_in
 from shoal.recipes.causal_lm.plan import make_plan
-from shoal.recipes.causal_lm.transformers_private import draw, file_sources
+from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
 from shoal.types import ParallelPlan, Weights
@@ -124,7 +124,7 @@ class CausalLMRecipe(TextRecipe):
 
     def weights(self) -> Weights:
         if self.config.model.name is None:
-            return Weights("init", reset=draw)
+            return Weights("init", reset=initialise)
         files = open_files(self.files)
         with parameters_on_meta():
             model = self.build_model()
