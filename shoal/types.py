@@ -70,19 +70,24 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a run's weights come from: drawn by name (`init`), read from safetensors (`files`), or whatever the
-    constructor left (`built`). `empty` is for planning: parameters get memory and no value."""
+    """Says where a run's first weights come from.
+
+    `init`: each module draws its own under a seed made from its name. `files`: they are read from safetensors. `built`:
+    they are what the model's constructor left. `empty`: parameters get memory and no values, for planning only.
+    """
 
     kind: Literal["init", "files", "built", "empty"]
     reason: str = ""
+    """A remark for the report, such as why a model is `built`."""
     reset: Callable[[nn.Module, nn.Module], None] | None = None
-    """(model, module) → draws that module's own parameters. Unless given, its `reset_parameters()` does."""
+    """A function (model, module) that initialises the parameters which the module itself holds. Default: the module's
+    `reset_parameters()`."""
     files: tuple[Path, ...] = ()
-    """Safetensors that hold every parameter and persistent buffer. With a `reset` beside them, parameters that are
-    trained may be missing, as those of an adapter are, and are drawn by it."""
+    """Safetensors that hold every parameter and persistent buffer. If `reset` is given too, trained parameters may be
+    missing, such as those of an adapter; `reset` draws them."""
     sources: Mapping[str, Source] | None = None
-    """How tensors are made from those in the files, by their names in the model (see shoal.weights.conversion); a
-    tensor that is not in it is in no file. Unless given, the files name every tensor as the model does."""
+    """How each tensor is made from tensors in the files, by its name in the model (see shoal.weights.conversion). A
+    tensor without a source is in no file. None: the files hold every tensor under its name in the model."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Where the weights of a model come from: drawn by name, or read from files."""
+"""Gives a model its first weights: drawn by name (by_name.py), or read from files (from_files.py, conversion.py)."""
 
-from shoal.weights.materialise import DRAWN, build, materialise, move_buffers, parameters_on_meta
+from shoal.weights.materialise import build, materialise, move_buffers, parameters_on_meta
 
-__all__ = ["DRAWN", "build", "materialise", "move_buffers", "parameters_on_meta"]
+__all__ = ["build", "materialise", "move_buffers", "parameters_on_meta"]

@@ -1,6 +1,6 @@
-"""Weights by name: each module draws its own parameters under a seed made from its name.
+"""Draws weights by name: each module initialises its own parameters under a seed made from its name.
 
-What a module draws depends on nothing else, so any layout can draw any part of a model.
+The values depend on nothing else, so every layout starts from the same ones, and a rank can draw any part of a model.
 """
 
 from __future__ import annotations
@@ -18,100 +18,102 @@ from shoal.tensors import local_part, local_slices
 from shoal.torch_private import TorchDispatchMode, storage_key
 
 Reset = Callable[[nn.Module, nn.Module], None]
+"""A function (model, module) that initialises the parameters which the module itself holds."""
 
 
 @torch.no_grad()
 def draw(model: nn.Module, seed: int, reset: Reset | None, parameters: set[nn.Parameter]) -> None:
-    """Draws parameters module by module, children first, each module under a seed made from its name.
+    """Draws these parameters module by module, children first, each module under a seed made from its name.
 
-    On the CPU whatever the device, so that a GPU starts from the weights a CPU starts from; and whole whatever the
-    shard, so that every layout does. What a module's own reset might touch, its children included, stays whole until
-    that has run, and not longer.
+    They are drawn on the CPU, so that a GPU starts from the same values, and as whole tensors, so that every sharding
+    does; then the shard is copied to its device. A module's own `reset_parameters()` may also change the parameters of
+    its children, so those stay whole until it has run.
     """
-    resetting = [m for m in model.modules() if not reset and _reset_function(model, m, None)]
-    touched_later = {child for module in resetting for child in module.modules() if child is not module}
-    whole: dict[nn.Parameter, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    modules_with_reset = [m for m in model.modules() if not reset and _reset_function(model, m, None)]
+    reset_again_later = {child for module in modules_with_reset for child in module.modules() if child is not module}
+    whole_tensors: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in _children_first(model):
-        own = {key: p for key, p in module._parameters.items() if p is not None and p in parameters}
-        fresh = [p for p in own.values() if p not in whole]
-        whole |= {p: parameter_like(p, torch.empty(p.shape, dtype=p.dtype)) for p in fresh}
-        places += [(module, key, p) for key, p in own.items()]
-        module._parameters.update({key: whole[p] for key, p in own.items()})
+        to_draw = {key: p for key, p in module._parameters.items() if p is not None and p in parameters}
+        undrawn = [p for p in to_draw.values() if p not in whole_tensors]
+        whole_tensors |= {p: parameter_like(p, torch.empty(p.shape, dtype=p.dtype)) for p in undrawn}
+        replaced += [(module, key, p) for key, p in to_draw.items()]
+        module._parameters.update({key: whole_tensors[p] for key, p in to_draw.items()})
         reset_module = _reset_function(model, module, reset)
-        if fresh and reset_module:
+        if undrawn and reset_module:
             torch.manual_seed(mix(seed, "init", name))
             reset_module()
-        if module not in touched_later:
-            for owner, key, parameter in places:
-                local_part(parameter).copy_(whole[parameter][tuple(local_slices(parameter))])
+        if module not in reset_again_later:
+            for owner, key, parameter in replaced:
+                local_part(parameter).copy_(whole_tensors[parameter][tuple(local_slices(parameter))])
                 owner._parameters[key] = parameter
-            parameters = parameters - whole.keys()  # what is tied is drawn once
-            whole, places = {}, []
+            parameters = parameters - whole_tensors.keys()  # a tied parameter is drawn once
+            whole_tensors, replaced = {}, []
 
 
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter of the same kind; of a DTensor, which is a kind of tensor and not of parameter, a plain one."""
+    """Returns `data` as a parameter of the same class; as a plain nn.Parameter if `parameter` is a DTensor."""
     kind = nn.Parameter if isinstance(parameter, DTensor) else type(parameter)
     return kind(data, requires_grad=parameter.requires_grad)
 
 
 def why_not_by_name(model: nn.Module, constructor: InitRecorder, reset: Reset | None) -> str | None:
-    """None if resetting each module in turn does exactly what the constructors did to every parameter.
+    """Returns why the parameters cannot be drawn by name, or None if they can.
 
-    Init code that lives elsewhere (a loop at the end of a constructor, weights drawn before they became
-    parameters) would be lost silently; such a model is built as it is instead. A reset that the recipe gives has
-    only to reach every parameter.
+    They can if a reset of each module in turn does exactly what the constructors did. Otherwise initialisation code
+    that is elsewhere, such as a loop at the end of a constructor, would silently be lost. A recipe's own `reset` only
+    has to reach every parameter.
     """
-    done: set[int] = set()
+    reset_storages: set[int] = set()
     with InitRecorder() as resets:
         for name, module in _children_first(model):
-            own = {storage_key(p) for p in module.parameters(recurse=False) if p.is_meta}
-            if own <= done:
+            storages = {storage_key(p) for p in module.parameters(recurse=False) if p.is_meta}
+            if storages <= reset_storages:
                 continue
             reset_module = _reset_function(model, module, reset)
             if reset_module is None:
                 return f"{type(module).__name__}{f' {name!r}' if name else ''} has parameters but no reset_parameters()"
             reset_module()
-            done |= own
+            reset_storages |= storages
     for name, parameter in model.named_parameters():
         key = storage_key(parameter)
         if reset and key not in resets.writes:
-            return f"the recipe's reset leaves {name!r} as it is"
+            return f"the recipe's reset does not initialise {name!r}"
         if not reset and constructor.writes.get(key, []) != resets.writes.get(key, []):
-            return f"the constructor initialises {name!r} otherwise than its module's reset_parameters()"
+            return f"the constructor initialises {name!r} in another way than its module's reset_parameters()"
     return None
 
 
 class InitRecorder(TorchDispatchMode):
-    """Records what is written in place into tensors on the meta device: the program that initialises them."""
+    """Records the in-place operations on meta tensors, which are how constructors initialise parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writes: dict[int, list[tuple[Any, ...]]] = {}
-        self._alive: list[Tensor] = []  # the memory of a freed tensor, and with it its key, would go to another one
+        self._alive: list[Tensor] = []  # or another tensor could get the memory of a freed one, and its key with it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:
-            written = (str(func), *(arg for arg in args[1:] if isinstance(arg, int | float)))
-            self.writes.setdefault(storage_key(args[0]), []).append(written)
+            operation = (str(func), *(arg for arg in args[1:] if isinstance(arg, int | float)))
+            self.writes.setdefault(storage_key(args[0]), []).append(operation)
             self._alive.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
 def _reset_function(model: nn.Module, module: nn.Module, reset: Reset | None) -> Callable[[], None] | None:
+    """Returns what initialises the module: the recipe's `reset`, the module's own function, or None."""
     if reset is not None:
         return partial(reset, model, module)
-    # nn.MultiheadAttention and nn.Transformer spell it with an underscore.
+    # In nn.MultiheadAttention and nn.Transformer its name begins with an underscore.
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The order in which constructors ran: what a parent does to its children comes after their own."""
+    """Yields all modules with their names in the order in which their constructors ended: parents after children."""
     names = {module: name for name, module in model.named_modules()}
 
     def visit(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if (name := names.pop(module, None)) is not None:  # it may be in the model twice
+        if (name := names.pop(module, None)) is not None:  # a module may be in the model twice
             for child in module.children():
                 yield from visit(child)
             yield name, module

@@ -1,7 +1,8 @@
-"""How a model's tensor is made from tensors in files, as data: joined, split, transposed, or only renamed.
+"""Describes, as data, how a tensor of a model is made from tensors in files: joined, split, transposed, or renamed.
 
-A rank asks a source for the box of the tensor that it holds, and only the parts of the file tensors in that box are
-read. Two experts with a gate and an up projection each, which the model keeps as one tensor (expert, row, column):
+A rank asks a source for its part of the tensor, a box of it, and the source reads only what lies in that box from the
+files. Here are two experts, each with a gate and an up projection, that the model keeps in one tensor (expert, row,
+column):
 
     Concatenate((Stack((FileTensor("experts.0.gate"), FileTensor("experts.1.gate"))),
                  Stack((FileTensor("experts.0.up"), FileTensor("experts.1.up")))), dim=1)
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from shoal.errors import UserError
 
-FileTensors = Mapping[str, Any]
+OpenFiles = Mapping[str, Any]
 """Tensors in safetensors files by name, mapped into memory: `get_shape()` returns a shape, indexing reads a part."""
 
 
 def open_files(paths: Iterable[Path]) -> dict[str, Any]:
-    """Returns the tensors in safetensors files by name. Of two with one name the later file's counts."""
+    """Returns the tensors in safetensors files by name. If two files hold the same name, the later one is used."""
     tensors: dict[str, Any] = {}
     for path in paths:
         try:
@@ -37,12 +38,12 @@ def open_files(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 class Source:
-    """A tensor made from others by a torch function. Unless a subclass can do better, they are read whole."""
+    """A tensor that is made from other tensors, its parts. Unless a subclass knows better, parts are read whole."""
 
     parts: tuple[Source, ...]
 
     def combine(self, *parts: Tensor) -> Tensor:
-        """Returns the tensor, made from its parts."""
+        """Returns the tensor that the parts make."""
         raise NotImplementedError
 
     def names(self) -> Iterator[str]:
@@ -50,12 +51,12 @@ class Source:
         for part in self.parts:
             yield from part.names()
 
-    def meta(self, files: FileTensors) -> Tensor:
-        """Returns the tensor on the meta device: its shape. Raises what torch raises if the parts do not fit."""
+    def meta(self, files: OpenFiles) -> Tensor:
+        """Returns the tensor on the meta device, for its shape. Raises RuntimeError if the parts do not fit."""
         return self.combine(*(part.meta(files) for part in self.parts))
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
-        """Copies a box of the tensor into `out`, which has the box's shape. Slices have a start and a stop."""
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
+        """Copies a box of the tensor into `out`, which has the shape of the box. All slices have a start and a stop."""
         whole = []
         for part in self.parts:
             shape = part.meta(files).shape
@@ -66,7 +67,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FileTensor(Source):
-    """A tensor as it is in a file, under its name there."""
+    """A tensor exactly as a file holds it, under its name in the file."""
 
     name: str
     parts = ()
@@ -74,16 +75,16 @@ class FileTensor(Source):
     def names(self) -> Iterator[str]:
         yield self.name
 
-    def meta(self, files: FileTensors) -> Tensor:
+    def meta(self, files: OpenFiles) -> Tensor:
         return torch.empty(files[self.name].get_shape(), device="meta")
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         out.copy_(files[self.name][tuple(box)])
 
 
 @dataclass(frozen=True)
 class Concatenate(Source):
-    """Tensors one after another along a dimension, as `torch.cat` joins them."""
+    """Joins tensors one after another along a dimension, as `torch.cat` does."""
 
     parts: tuple[Source, ...]
     dim: int = 0
@@ -91,7 +92,7 @@ class Concatenate(Source):
     def combine(self, *parts: Tensor) -> Tensor:
         return torch.cat(parts, self.dim)
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         rows, begin = box[self.dim], 0
         for part in self.parts:
             end = begin + part.meta(files).shape[self.dim]
@@ -104,7 +105,7 @@ class Concatenate(Source):
 
 @dataclass(frozen=True)
 class Stack(Source):
-    """Tensors of one shape along a new dimension, as `torch.stack` joins them."""
+    """Joins tensors of one shape along a new dimension, as `torch.stack` does."""
 
     parts: tuple[Source, ...]
     dim: int = 0
@@ -112,7 +113,7 @@ class Stack(Source):
     def combine(self, *parts: Tensor) -> Tensor:
         return torch.stack(parts, self.dim)
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         inside = [*box]
         for index, part in enumerate(self.parts[inside.pop(self.dim)]):
             part.fill(out.select(self.dim, index), inside, files)
@@ -120,7 +121,7 @@ class Stack(Source):
 
 @dataclass(frozen=True)
 class Narrow(Source):
-    """A stretch of one tensor along a dimension, as `torch.narrow` takes it."""
+    """Takes a stretch of one tensor along a dimension, as `torch.narrow` does."""
 
     parts: tuple[Source]
     dim: int
@@ -130,7 +131,7 @@ class Narrow(Source):
     def combine(self, *parts: Tensor) -> Tensor:
         return parts[0].narrow(self.dim, self.start, self.length)
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         rows = box[self.dim]
         inside = _replace(box, self.dim, slice(rows.start + self.start, rows.stop + self.start))
         self.parts[0].fill(out, inside, files)
@@ -138,7 +139,7 @@ class Narrow(Source):
 
 @dataclass(frozen=True)
 class Transpose(Source):
-    """One tensor with two dimensions exchanged, as `torch.transpose` does."""
+    """Exchanges two dimensions of one tensor, as `torch.transpose` does."""
 
     parts: tuple[Source]
     dim0: int
@@ -147,14 +148,14 @@ class Transpose(Source):
     def combine(self, *parts: Tensor) -> Tensor:
         return parts[0].transpose(self.dim0, self.dim1)
 
-    def fill(self, out: Tensor, box: Sequence[slice], files: FileTensors) -> None:
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         inside = _replace(_replace(box, self.dim0, box[self.dim1]), self.dim1, box[self.dim0])
         self.parts[0].fill(out.transpose(self.dim0, self.dim1), inside, files)
 
 
 @dataclass(frozen=True)
 class Compute(Source):
-    """What a function makes of tensors. They are read whole, whatever part of the result is needed."""
+    """Calls a function with whole tensors. They are read whole, whatever part of the result is needed."""
 
     parts: tuple[Source, ...]
     function: Callable[..., Tensor]
@@ -164,6 +165,7 @@ class Compute(Source):
 
 
 def _replace(box: Sequence[slice], dim: int, rows: slice) -> list[slice]:
+    """Returns the box with other rows along one dimension."""
     changed = [*box]
     changed[dim] = rows
     return changed

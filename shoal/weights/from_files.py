@@ -1,4 +1,4 @@
-"""Weights from files: each rank reads from safetensors what it holds."""
+"""Reads weights from safetensors files: each rank reads the parts that it holds, and no others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from shoal.weights.conversion import FileTensor, Source, open_files
 
 
 def sources_of(weights: Weights, file_names: Collection[str]) -> Mapping[str, Source]:
-    """Returns how each tensor is made from files, by its name in the model: as the recipe says, or under that name."""
+    """Returns how each tensor is made from file tensors, by its name in the model. Unless the recipe says so, the files
+    hold every tensor under that name."""
     return weights.sources if weights.sources is not None else {name: FileTensor(name) for name in file_names}
 
 
 @torch.no_grad()
 def read_files(model: nn.Module, weights: Weights) -> None:
-    """Copies from safetensors what this rank holds, and reads no more than that."""
+    """Fills this rank's part of every tensor that the files hold."""
     files = open_files(weights.files)
     for tensor, _, sources in _tensors_with_sources(model, weights, files):
         if sources:
@@ -28,8 +29,11 @@ def read_files(model: nn.Module, weights: Weights) -> None:
 
 
 def check_files(model: nn.Module, weights: Weights) -> str:
-    """Refuses files that lack a parameter or have it in another shape; returns what they have and the model has not."""
-    where = weights.files[0].parent if weights.files else "no file"
+    """Raises UserError if a parameter is missing in the files or has another shape there.
+
+    Returns a remark on file tensors that the model does not use, or an empty string.
+    """
+    folder = weights.files[0].parent if weights.files else "no file"
     files, parameters = open_files(weights.files), set(model.parameters())
     unused = set(files)
     for tensor, (name, *_), sources in _tensors_with_sources(model, weights, files):
@@ -38,29 +42,35 @@ def check_files(model: nn.Module, weights: Weights) -> str:
         if not sources and tensor in parameters and not drawn:
             needed = {name}
         if missing := needed - files.keys():
-            raise UserError(f"{where} has no tensor {min(missing)!r} (it has {', '.join(sorted(files)[:3])}, …)")
+            raise UserError(
+                f"{folder} has no tensor {min(missing)!r} (it has {', '.join(sorted(files)[:3])}, …); "
+                "give files of this model"
+            )
         unused -= needed
         try:
             shapes = [[*source.meta(files).shape] for source in sources]
         except RuntimeError as error:
-            raise UserError(f"{where}: {name} cannot be made from {', '.join(sorted(needed)[:3])}: {error}") from None
+            raise UserError(f"{folder}: {name} cannot be made from {', '.join(sorted(needed)[:3])}: {error}") from None
         if shapes and shapes[0] != [*tensor.shape]:
-            raise UserError(f"{where}: {name} has shape {shapes[0]}, but the model's is {[*tensor.shape]}")
-    return f"{len(unused)} tensors in them are not the model's: {', '.join(sorted(unused)[:3])}" if unused else ""
+            raise UserError(
+                f"{folder}: {name} has shape {shapes[0]}, but {[*tensor.shape]} in the model; give files of this model"
+            )
+    return f"{len(unused)} tensors in them are unused: {', '.join(sorted(unused)[:3])}" if unused else ""
 
 
-def in_no_file(model: nn.Module, weights: Weights) -> set[nn.Parameter]:
-    """What has to be drawn: all parameters of modules with one that no file has; a reset may draw them together."""
+def parameters_to_draw(model: nn.Module, weights: Weights) -> set[nn.Parameter]:
+    """Returns all parameters of every module that has a parameter which is in no file. A module's reset initialises its
+    parameters together; those that are in a file are read afterwards."""
     files = open_files(weights.files)
-    lacking = {tensor for tensor, _, sources in _tensors_with_sources(model, weights, files) if not sources}
+    missing = {tensor for tensor, _, sources in _tensors_with_sources(model, weights, files) if not sources}
     by_module = (set(module.parameters(recurse=False)) for module in model.modules())
-    return set[nn.Parameter]().union(*(parameters for parameters in by_module if parameters & lacking))
+    return set[nn.Parameter]().union(*(parameters for parameters in by_module if parameters & missing))
 
 
 def _tensors_with_sources(
     model: nn.Module, weights: Weights, files: Collection[str]
 ) -> Iterator[tuple[Tensor, list[str], list[Source]]]:
-    """Yields every tensor of the model with its names and its sources: none, or one for each name that has one."""
+    """Yields every tensor of the model with its names, and with the sources of those names that have one."""
     sources = sources_of(weights, files)
     for tensor, names in tensors_with_names(model):
         yield tensor, names, [sources[name] for name in names if name in sources]

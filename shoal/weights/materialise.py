@@ -1,7 +1,7 @@
-"""Where weights come from, and how every layout starts from the same ones.
+"""Builds a model without memory for its parameters, and gives each rank its shard of them once the model is sharded.
 
-A model is born with its parameters on the meta device and its buffers real (so tables computed in
-constructors are right). Once it is spread, each rank gets memory for its part, and the part's values.
+Every layout starts from the same weights. Parameters are first on the meta device; buffers are real from the beginning,
+because constructors compute tables in them.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from shoal.seeding import mix
 from shoal.tensors import replace_parameters
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
-from shoal.weights.from_files import check_files, in_no_file, read_files
-
-DRAWN = Weights("init")
+from shoal.weights.from_files import check_files, parameters_to_draw, read_files
 
 
-def build(build_model: Callable[[], nn.Module], wanted: Weights, seed: int) -> tuple[nn.Module, Weights]:
-    """The model, on meta where its weights are drawn by name or read, else built whole on the CPU; and which it is."""
-    if wanted.kind != "built":
+def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> tuple[nn.Module, Weights]:
+    """Builds the model and returns it with the weights it will start from.
+
+    Its parameters are on the meta device; with `built` weights the model is whole, on the CPU. A model whose parameters
+    cannot be drawn by name is built whole too, and the returned weights say why.
+    """
+    if weights.kind != "built":
         with parameters_on_meta(), InitRecorder() as constructor:
             model = build_model()
-        if wanted.kind == "empty":
-            return model, wanted
-        if wanted.kind == "files":
-            return model, replace(wanted, reason=check_files(model, wanted))
-        reason = why_not_by_name(model, constructor, wanted.reset)
+        if weights.kind == "empty":
+            return model, weights
+        if weights.kind == "files":
+            return model, replace(weights, reason=check_files(model, weights))
+        reason = why_not_by_name(model, constructor, weights.reset)
         if reason is None:
-            return model, wanted
-        wanted = Weights("built", reason)
+            return model, weights
+        weights = Weights("built", reason)
     torch.manual_seed(mix(seed, "build"))
-    return build_model(), wanted
+    return build_model(), weights
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules constructed here keep no parameter memory; buffers stay real."""
+    """Within this context, modules are constructed with their parameters on the meta device. Buffers stay real."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return parameter
-        # The twin is remembered so that one parameter registered twice stays one (tied weights).
+        # A tied parameter is registered twice, and must become the same meta parameter both times.
         if not hasattr(parameter, "_meta_twin"):
             parameter._meta_twin = parameter_like(parameter, parameter.to("meta"))  # type: ignore[attr-defined]
         twin: nn.Parameter = parameter._meta_twin  # type: ignore[attr-defined]
         return twin
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # may return one
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's type says None
     try:
         yield
     finally:
@@ -65,28 +67,29 @@ def materialise(
     model: nn.Module,
     device: torch.device,
     seed: int,
-    weights: Weights = DRAWN,
-    parameters_on: torch.device | None = None,
+    weights: Weights,
+    parameter_device: torch.device | None = None,
 ) -> None:
-    """Gives every meta parameter its memory and its first value; moves the rest as it is.
+    """Gives every meta parameter memory and its first value, and moves everything else to the device.
 
-    A parameter that is a DTensor gets its shard: the whole is drawn, or only the shard read, one module at a time.
-    `parameters_on` is another device for parameters, under offload.
+    A DTensor gets memory for its shard only. Weights by name are drawn whole, one module at a time, and sliced; of
+    weights in files only the shard is read. Under offload, `parameter_device` is the device of the parameters.
     """
-    allocated = _allocate(model, parameters_on or device)
+    allocated = _allocate(model, parameter_device or device)
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if is_sharded or set(model.parameters()) - allocated:  # a FakeTensor could not be moved, not even to where it is
-        model.to(parameters_on or device)  # FSDP then looks for the memory its parameters got
+    # Not if all parameters are new: `to` fails on FakeTensors, even if they are on the device already.
+    if is_sharded or set(model.parameters()) - allocated:
+        model.to(parameter_device or device)  # this also makes FSDP look up the new memory of its parameters
     move_buffers(model, device)
     if weights.kind == "files":
-        draw(model, seed, weights.reset, allocated & in_no_file(model, weights))
+        draw(model, seed, weights.reset, allocated & parameters_to_draw(model, weights))
         read_files(model, weights)
     elif weights.kind != "empty":
         draw(model, seed, weights.reset, allocated)
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """To a device and, if they are floating-point, to a type."""
+    """Moves all buffers to a device, and casts those that are floating-point to `dtype` if it is given."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -94,7 +97,7 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def _allocate(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Allocates this rank's part of every meta parameter, and returns the new parameters."""
+    """Replaces every meta parameter by one with memory for this rank's shard, and returns the new parameters."""
     before = set(model.parameters())
     replace_parameters(model, lambda p: parameter_like(p, torch.empty_like(p, device=device)) if p.is_meta else p)
     return set(model.parameters()) - before

@@ -228,7 +228,7 @@ def test_a_damaged_mixture_is_refused(tmp_path: Path, mixtures: dict[str, Path])
 
     expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     fewer = damaged("fewer", **{expert: None})
-    refused(r"layers.1.mlp.experts.down_proj has shape \[2, 32, 48\], but the model's is \[3, ", lambda: start(fewer))
+    refused(r"layers.1.mlp.experts.down_proj has shape \[2, 32, 48\], but \[3, ", lambda: start(fewer))
     larger = damaged("larger", **{expert: torch.zeros(33, 48)})
     refused("model.name.*layers.1.mlp.experts.down_proj cannot be made from .*experts.0.w2.weight", larger.weights)
 
@@ -402,19 +402,19 @@ def test_the_tokenizer_of_weights_is_theirs_unless_named() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({}, "name .* or config .*neither is given"),
-        ({"name": "a", "config": LLAMA}, "both are given"),
-        ({"config": {"hidden_size": 8}}, "model.config.model_type is missing"),
-        ({"config": {"model_type": "lama"}}, "model.config.model_type = 'lama' .*did you mean llama"),
-        ({"config": {"model_type": "vit"}}, "'vit' is not a causal language model"),
+        ({}, "model.name and model.config: both are missing; give a name"),
+        ({"name": "a", "config": LLAMA}, "model.name and model.config: both are given"),
+        ({"config": {"hidden_size": 8}}, "model.config.model_type: missing; give a kind"),
+        ({"config": {"model_type": "lama"}}, "model.config.model_type = 'lama': .*did you mean llama"),
+        ({"config": {"model_type": "vit"}}, "'vit': transformers has no such causal language model"),
         ({"config": {**LLAMA, "hiden_size": 8}}, "model.config.hiden_size .*did you mean model.config.hidden_size"),
         ({"config": {**LLAMA, "n_layer": 8}}, "model.config.n_layer is not a key of a llama"),
         ({"config": {**LLAMA, "dtype": "bfloat16"}}, "model.config.dtype is not a key"),
-        ({"config": {**LLAMA, "use_cache": False}}, "model.config.use_cache has no effect"),
+        ({"config": {**LLAMA, "use_cache": False}}, "model.config.use_cache: no effect"),
         ({"config": {**LLAMA, "hidden_size": "8"}}, "model.config: Field 'hidden_size' expected int, got str"),
         ({"config": {**LLAMA, "hidden_size": 33}}, r"model.config: The hidden size \(33\) is not a multiple"),
-        ({"config": LLAMA, "trust_remote_code": True}, "model.trust_remote_code: True has no use with model.config"),
-        ({"config": LLAMA, "revision": "main"}, "model.revision: 'main' has no use with model.config"),
+        ({"config": LLAMA, "trust_remote_code": True}, "model.trust_remote_code = True: no effect with model.config"),
+        ({"config": LLAMA, "revision": "main"}, "model.revision = 'main': no effect with model.config"),
         ({"config": LLAMA, "attn_implementation": "flash"}, "model.attn_implementation = 'flash'.*'eager' or 'sdpa'"),
         ({"nam": "a"}, "model.nam is not a key; did you mean model.name"),
     ],
@@ -449,11 +449,11 @@ def test_what_does_not_fit_together_is_refused_before_training(text: dict[str, A
         recipe({**LLAMA, "vocab_size": 100}, dataset=text).prepare_data,
     )
     refused(
-        "dataset.seq_length = 65, but the model has max_position_embeddings = 64",
+        "dataset.seq_length = 65: the model has max_position_embeddings = 64",
         recipe(LLAMA, dataset={**text, "seq_length": 65}).prepare_data,
     )
     refused(
-        "model.revision: 'main' has no use with the folder", lambda: recipe(name=str(saved["one"]), revision="main")
+        "model.revision = 'main': no effect with the folder", lambda: recipe(name=str(saved["one"]), revision="main")
     )
     refused("is_decoder", recipe({"model_type": "bert", **NEOX}).build_model)
 
@@ -485,7 +485,10 @@ def test_folders_that_cannot_be_used(tmp_path: Path, text: dict[str, Any], saved
     for path in (tmp_path / "damaged").glob("*.safetensors"):
         path.write_bytes(b"x" * 50)
     refused("cannot be read as safetensors", damaged.weights)
-    refused("there is no folder", recipe(name="./nowhere", dataset={**text, "tokenizer": "bytes"}).prepare_data)
+    refused(
+        "model.name = './nowhere': there is no such folder",
+        recipe(name="./nowhere", dataset={**text, "tokenizer": "bytes"}).prepare_data,
+    )
 
 
 def test_a_name_that_cannot_be_reached(text: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def start(make: type[nn.Module] | object, seed: int = 0) -> tuple[nn.Module, Weights]:
     model, weights = build(make, INIT, seed)  # type: ignore[arg-type]
-    materialise(model, CPU, seed)
+    materialise(model, CPU, seed, weights)
     return model, weights
 
 
@@ -144,7 +144,7 @@ class TiedTheOtherWay(nn.Module):
     [
         (LoopAtTheEnd, "'layer.weight'"),
         (Bare, "no reset_parameters"),
-        (TiedTheOtherWay, "otherwise than"),
+        (TiedTheOtherWay, "in another way than"),
     ],
 )
 def test_init_code_we_would_lose_means_built_as_it_is(make: type[nn.Module], reason: str) -> None:
@@ -179,7 +179,7 @@ def test_tied_weights_are_drawn_by_name_every_time() -> None:
     for _ in range(20):
         model, weights = build(Tied, Weights("init"), seed=0)
         assert weights.kind == "init", weights.reason
-        materialise(model, torch.device("cpu"), seed=0)
+        materialise(model, CPU, 0, weights)
         assert model.head.weight is model.embed.weight
         assert torch.equal(model.scale, torch.ones(4))
 

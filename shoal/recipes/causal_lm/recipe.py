@@ -1,0 +1,223 @@
+"""Trains any causal language model of Hugging Face transformers, from scratch or from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor, nn
+
+from shoal.data import TextDataset
+from shoal.data.hub import hub
+from shoal.errors import UserError
+from shoal.models.causal_attention import use_causal_attention
+from shoal.recipes.causal_lm.config import CausalLMConfig, import_transformers, known_keys, make_config, one_line
+from shoal.recipes.causal_lm.folder import fetch_folder, safetensors_in
+from shoal.recipes.causal_lm.plan import make_plan
+from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
+from shoal.recipes.recipe import token_loss
+from shoal.recipes.text import TextRecipe
+from shoal.types import ParallelPlan, Weights
+from shoal.weights import parameters_on_meta
+from shoal.weights.conversion import open_files
+
+PREVIEW_TOKENS = 240
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+class CausalLMRecipe(TextRecipe):
+    """A recipe that trains a causal language model of transformers on text."""
+
+    class Config(BaseModel):
+        model: CausalLMConfig = Field(default_factory=CausalLMConfig)
+        dataset: TextDataset = TextDataset()
+
+        @model_validator(mode="before")
+        @classmethod
+        def _default_tokenizer(cls, values: Any) -> Any:
+            """Makes `model.name` the default of `dataset.tokenizer`: weights know the tokens of their tokenizer."""
+            model, dataset = values.get("model") or {}, values.get("dataset") or {}
+            if isinstance(model, dict) and isinstance(dataset, dict) and isinstance(name := model.get("name"), str):
+                return {**values, "dataset": {"tokenizer": name, **dataset}}
+            return values
+
+    def prepare_data(self) -> None:
+        model, dataset = self.config.model, self.config.dataset
+        if model.name is not None:
+            fetch_folder(model.name, model.revision, model.trust_remote_code)
+            self.files  # noqa: B018  # refuses files that cannot be read, before the text is prepared
+        text_config = self.transformers_config.get_text_config()
+        key = "model.config.vocab_size" if model.config is not None else f"the vocabulary of model.name {model.name!r}"
+        self.check_vocabulary(key, text_config.vocab_size)
+        longest = _max_positions(text_config)
+        if longest is not None and dataset.seq_length > longest:
+            raise UserError(
+                f"dataset.seq_length = {dataset.seq_length}: the model has max_position_embeddings = {longest}; "
+                + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
+            )
+        super().prepare_data()
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder with the weights, which `prepare_data` has downloaded."""
+        model = self.config.model
+        return fetch_folder(model.name, model.revision, model.trust_remote_code, local_only=True)
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The files with the weights."""
+        return safetensors_in(self.folder)
+
+    @cached_property
+    def transformers_config(self) -> Any:
+        """The model's transformers configuration: the one beside the weights, or the one that `model.config` makes."""
+        model = self.config.model
+        if model.config is None:
+            with hub("model.name", model.name, "transformers", local=True) as transformers:
+                try:
+                    config = transformers.AutoConfig.from_pretrained(
+                        str(self.folder), trust_remote_code=model.trust_remote_code
+                    )
+                except ValueError as error:
+                    if "trust_remote_code" not in str(error):
+                        raise
+                    raise UserError(
+                        f"model.name = {model.name!r}: the model comes with its own code; if you trust it, set "
+                        "model.trust_remote_code: true"
+                    ) from error
+            if method := getattr(config, "quantization_config", None):
+                method = method if isinstance(method, dict) else method.to_dict()
+                raise UserError(
+                    f"model.name = {model.name!r}: its weights are quantised ({method.get('quant_method')}), which "
+                    "recipe causal_lm cannot train; use the weights that they were made from"
+                )
+            return config
+        keys = dict(model.config)
+        if "vocab_size" in known_keys(keys["model_type"]):
+            keys.setdefault("vocab_size", self.tokenizer.vocab_size)
+            # The defaults of the class belong to another vocabulary. A padding token among them would never be learnt.
+            special = {key: None for key in _SPECIAL_TOKENS if key in known_keys(keys["model_type"])}
+            keys = {**special, "eos_token_id": self.tokenizer.eos, **keys}
+        return make_config(keys)
+
+    def build_model(self) -> nn.Module:
+        section = self.config.model
+        options = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
+        try:
+            model: nn.Module = import_transformers().AutoModelForCausalLM.from_config(
+                self.transformers_config, dtype=torch.float32, trust_remote_code=section.trust_remote_code, **options
+            )
+        except (ValueError, ImportError) as error:
+            source = f"model.name = {section.name!r}" if section.name else "model.config"
+            raise UserError(f"{source}: transformers cannot build the model: {one_line(error)}") from error
+        is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
+        if getattr(self.transformers_config, "is_decoder", None) is False and not is_causal:
+            raise UserError(
+                f"model.config.model_type = {self.transformers_config.model_type!r}: the model sees the tokens that it "
+                "should predict; set model.config.is_decoder: true"
+            )
+        if section.attn_implementation is None:
+            use_causal_attention(model)
+        return model
+
+    def weights(self) -> Weights:
+        if self.config.model.name is None:
+            return Weights("init", reset=initialise)
+        files = open_files(self.files)
+        with parameters_on_meta():
+            model = self.build_model()
+        sources = file_sources(model, files)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        missing = next((tied_names[0] for tied_names in names.values() if sources.keys().isdisjoint(tied_names)), None)
+        if missing is not None:
+            raise UserError(
+                f"model.name = {self.config.model.name!r}: its files have no tensor {missing!r} (they have "
+                f"{min(files, default='none')!r}): they hold a base model without its head, or another model; "
+                "save the whole model by AutoModelForCausalLM and save_pretrained"
+            )
+        return Weights("files", files=self.files, sources=sources)
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+        return {"input_ids": batch["input_ids"], "use_cache": False, **positions}
+
+    def split_sequence(self, batch: dict[str, Tensor], index: int, parts: int) -> dict[str, Tensor]:
+        length = batch["input_ids"].shape[1]
+        if length % parts:
+            raise UserError(
+                f"distributed.mesh.cp = {parts} does not divide sequences of {length} tokens; change dataset.seq_length"
+            )
+        part = slice(index * length // parts, (index + 1) * length // parts)
+        positions = torch.arange(length, device=batch["input_ids"].device)[None, part]
+        return {**{key: batch[key][:, part] for key in ("input_ids", "labels")}, "position_ids": positions}
+
+    def loss(self, output: Any, batch: dict[str, Tensor]) -> Tensor:
+        return token_loss(output.logits, batch["labels"])
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        return make_plan(model)
+
+    @cached_property
+    def _config_without_weights(self) -> Any:
+        """The text configuration that `model.config` makes, or None for a model from weights: they may not be
+        downloaded yet."""
+        keys = self.config.model.config
+        return None if keys is None else make_config(keys).get_text_config()
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        if self._config_without_weights is None:
+            return
+        tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(self._config_without_weights, key, None)
+            for side, ranks in (("tp", tp), ("tp × cp", tp * cp)):
+                if heads and heads % ranks:
+                    raise UserError(
+                        f"distributed.mesh: {side} = {ranks} does not divide model.config.{key} = {heads}; change one"
+                    )
+        length = self.config.dataset.seq_length
+        if length % cp:
+            raise UserError(
+                f"distributed.mesh.cp = {cp} does not divide dataset.seq_length = {length}; change one of them"
+            )
+
+    def num_blocks(self) -> int | None:
+        return None if self._config_without_weights is None else self._config_without_weights.num_hidden_layers
+
+    def preview(self, model: nn.Module) -> str:
+        """Returns how the model continues the first words that it was not trained on.
+
+        The text has a fixed length, because all ranks of a sharded model have to call it equally often.
+        """
+        config: Any = model.config
+        prompt = self.prompt(model)
+        remaining = (_max_positions(config.get_text_config()) or 1 << 30) - prompt.shape[1]
+        length = min(PREVIEW_TOKENS, remaining)
+        if length < 1:
+            return self.tokenizer.decode(prompt[0].tolist())
+        unused_tokens = list(range(self.tokenizer.vocab_size, config.get_text_config().vocab_size))
+        generation: Any = model.generate
+        (tokens,) = generation(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            min_new_tokens=length,
+            max_new_tokens=length,
+            pad_token_id=0,
+            suppress_tokens=unused_tokens or None,
+        ).tolist()
+        return self.tokenizer.decode(tokens)
+
+
+def _max_positions(text_config: Any) -> int | None:
+    """Returns the longest sequence that the model can take, or None if it has no limit."""
+    longest = getattr(text_config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
