@@ -1,4 +1,4 @@
-"""The commands as a person types them."""
+"""The commands, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_help_is_quick() -> None:
         subprocess.run([sys.executable, "-c", "import typer, rich"], check=True, capture_output=True)
         return time.perf_counter() - start
 
-    # A ratio, because times here are noise: little more than the libraries that print the help.
+    # A ratio to the import of the libraries that print the help, because absolute times vary between machines.
     assert min(seconds() for _ in range(3)) < 4 * min(python_alone() for _ in range(3))
 
 
-def test_train_and_what_it_says(toy: ToyRun) -> None:
+def test_train_prints_how_it_ended(toy: ToyRun) -> None:
     result = toy.shoal("train", "run.yaml", "training.max_steps=3")
     assert result.returncode == 0, result.stderr
     assert "finished at step 3" in result.stdout
     assert "tensorboard --logdir" in result.stdout
     assert "training.max_steps=6" in result.stdout
-    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not say both
+    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not have both values
     assert "\x1b" not in result.stdout + result.stderr  # piped: no bars, no colours
     again = toy.shoal("train", "out/config.yaml")
     assert again.returncode == 0, again.stderr
@@ -114,7 +114,7 @@ def test_no_evaluation_data_where_some_was_asked_for(toy: ToyRun, change_recipe:
 
 
 def test_a_real_language_model_trains_and_writes(tmp_path: Path) -> None:
-    """The demo, smaller: BDH on text, bytes in and out."""
+    """A small version of the demo: BDH on bytes of text."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     (tmp_path / "run.yaml").write_text(
         "recipe: bdh\n"
