@@ -22,6 +22,7 @@ from shoal.config.schema import Config, LoaderConfig
 from shoal.config.yaml import format_value
 from shoal.data import TextDataset
 from shoal.models.bdh import BDHConfig
+from shoal.recipes import Recipe
 from shoal.recipes.causal_lm import CausalLMConfig
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +72,12 @@ def test_the_recipe_in_the_docs_trains(tmp_path: Path) -> None:
         assert losses[-1] < losses[0] / 10
 
 
+def test_the_table_of_methods_has_all_of_them() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    names = [name for name in vars(Recipe) if not name.startswith("_") and name != "Config"]
+    assert [name for name in names if f"| `{name}" not in page] == []
+
+
 def test_the_readmes_config_is_valid(tmp_path: Path) -> None:
     from shoal.config import load_run
 
@@ -98,17 +105,26 @@ def key_tables() -> str:
     """Returns a table of keys for each section, as in docs/config.md."""
     text = ""
     for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if _is_section(field.annotation):
             title = "`dataset:` (for every recipe)" if field.annotation is LoaderConfig else f"`{name}:`"
-            text += _table(title, field.annotation)
-            for key, inner in field.annotation.model_fields.items():
-                models = [m for m in (inner.annotation, *get_args(inner.annotation)) if _is_section(m)]
-                if len(models) == 1 and len(models[0].model_fields) > 1:
-                    text += _table(f"`{name}.{key}:`", models[0])
+            text += _table(title, field.annotation) + _inner_tables(name, field.annotation)
     text += _table("`dataset:` of the recipes `bdh` and `causal_lm`", TextDataset)
     text += _table("`model:` of the recipe `causal_lm`", CausalLMConfig)
     sizes = "".join(f"| `{field.name}` | `{field.default}` |\n" for field in dataclasses.fields(BDHConfig))
     return f"{text}\n### `model:` of the recipe `bdh`\n\n| key | default |\n| --- | --- |\n{sizes}"
+
+
+def _inner_tables(prefix: str, model: type[BaseModel]) -> str:
+    """Returns the tables of all sections inside a section; of several in a union, each by its name."""
+    text = ""
+    for key, field in model.model_fields.items():
+        sections = [m for m in (field.annotation, *get_args(field.annotation)) if _is_section(m)]
+        for section in sections:
+            names = get_args(section.model_fields["name"].annotation) if "name" in section.model_fields else ()
+            title = f"`{prefix}.{key}:`" + "".join(f" `{name}`" for name in names)
+            if {*section.model_fields} != {"name"}:
+                text += _table(title, section) + _inner_tables(f"{prefix}.{key}", section)
+    return text
 
 
 def _is_section(annotation: Any) -> bool:
@@ -130,7 +146,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.default
     if isinstance(value, BaseModel):
-        return "see below"
+        return f"`{value.name}`, see below" if "name" in type(value).model_fields else "see below"
     return f"`{format_value(value)}`"
 
 
