@@ -1,4 +1,4 @@
-"""The nouns the rooms exchange."""
+"""The data types that the packages of shoal pass to each other."""
 
 from __future__ import annotations
 
@@ -15,18 +15,32 @@ if TYPE_CHECKING:
 
 
 TensorStyle = Literal["column", "row", "vocabulary", "region", "sum", "sequence"] | int
-"""How tensor parallelism cuts something. A number is for a parameter: the dimension along which ranks share it. For
-modules: `column` and `row` are Linear layers cut by outputs and by inputs, `vocabulary` an embedding or the head cut by
-tokens, `region` a module that all ranks call with the same first input and that works on their parts inside, `sum` one
-that also returns only its rank's part of a sum, `sequence` one that treats every token by itself."""
+"""How tensor parallelism splits a parameter or a module over the ranks of a `tp` group.
 
-IGNORED = -100
-"""The label that counts for nothing, as in torch's cross-entropy."""
+For a parameter:
+    a number        the dimension along which the parameter is split
+
+For a module:
+    `column`        an nn.Linear split by its outputs: every rank computes some of them
+    `row`           an nn.Linear split by its inputs: every rank computes a part of the sum, and the sum is all-reduced
+    `vocabulary`    an embedding or the head, split by tokens of the vocabulary; also a head's parameter (embd, vocab)
+    `region`        a module with split layers inside; all ranks call it with the same first input, and its gradient is
+                    all-reduced
+    `sum`           a `region` whose output is one rank's part of a sum, which is all-reduced
+    `sequence`      a module that treats every token by itself, such as a norm; under sequence parallelism it gets the
+                    tokens of one rank only
+"""
+
+IGNORED_LABEL = -100
+"""The value of a label that the loss and the count leave out, as in torch's cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPhase:
-    """From `first_epoch` on, a step takes `global_batch_size` samples in micro-batches of `batch_size`."""
+    """The batch sizes of a run from one epoch on; a schedule of gradient accumulation has several phases.
+
+    `global_batch_size` is the number of samples in one step over all ranks, `batch_size` that in one micro-batch.
+    """
 
     first_epoch: int
     global_batch_size: int
@@ -35,37 +49,43 @@ class BatchPhase:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one rank sends through the model in one forward: the collated samples and who they are.
-
-    `weight` is 0 for a filler: a rank that ran out of samples repeats some so that every rank runs the
-    same number of micro-batches, and their loss and count are multiplied away.
-    """
+    """The samples that one rank sends through the model in one forward."""
 
     data: Any
+    """The samples as the recipe collated them."""
     epochs: Sequence[int]
+    """The epoch of each sample."""
     ids: Sequence[int]
+    """The index of each sample in the dataset."""
     weight: int = 1
+    """1, or 0 for a filler: all ranks run the same number of micro-batches, so a rank that runs out of samples repeats
+    some, and their loss and count are multiplied by 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Sums over the whole global batch, on the device, equal on all ranks; the loss is total / count."""
+    """The result of a step's forward and backward: sums over the global batch, on the device, equal on all ranks."""
 
     total: Tensor
+    """The sum of all losses."""
     count: Tensor
+    """The sum of all counts: tokens, or samples."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> Tensor:
+        """The mean loss."""
         return self.total / self.count
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What an update did: the gradient norm before clipping and whether it was skipped (0 or 1)."""
+    """The result of an optimizer step, on the device."""
 
     grad_norm: Tensor
+    """The norm of the whole gradient, before clipping."""
     skipped: Tensor
+    """1 if the step was skipped because the gradient was not finite, else 0."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +112,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Weights and buffers by the names of the unwrapped model; the optimizer's tensors by parameter name, then slot."""
+    """The tensors of a checkpoint. Names are those of the unwrapped model."""
 
     model: dict[str, Tensor]
+    """Parameters and buffers by name."""
     optimizer: dict[str, dict[str, Tensor]]
+    """The optimizer's tensors by parameter name, then by slot, such as `exp_avg`."""
     strategy: dict[str, Tensor] = field(default_factory=dict)
-    """What the layout itself keeps, such as the loss scale of fp16."""
+    """Tensors of the strategy, such as the loss scale of fp16."""
 
 
 class Objective(Protocol):
@@ -114,26 +136,27 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model may be cut, as data. Names are module or parameter names of the unwrapped model."""
+    """How a model can be split. Names are those of modules and parameters in the unwrapped model."""
 
     blocks: tuple[str, ...] = ()
-    """The repeated modules in order: units for compilation, activation checkpointing and sharding."""
+    """The repeated modules, in order. They are the units of compilation, activation checkpointing and sharding."""
     embed: str | None = None
-    """The module that makes hidden states of tokens, before the blocks."""
+    """The module before the blocks that turns tokens into hidden states."""
     head: str | None = None
-    """The module that makes logits of hidden states, where the recipe's loss is `token_loss` of them. Called with
-    (hidden) if it is an nn.Linear, or with (hidden, weight), weight (embd, vocab), if it owns no parameters."""
+    """The module that turns hidden states into logits, if the recipe's loss is `token_loss` of these logits. An
+    nn.Linear is called with (hidden); a module without parameters with (hidden, weight), where weight is (embd,
+    vocab)."""
     order: tuple[str, ...] = ()
-    """For a pipeline: the modules that hidden states go through, one after another and nothing else between, such as
-    embedding, blocks, norm, head. Together they own all parameters."""
+    """For a pipeline: all modules that hidden states pass through, one after another with nothing in between, such as
+    embedding, blocks, norm, head. Together they have all parameters."""
     entry: str | None = None
-    """For a pipeline: the keyword of the model's input that the first module of `order` takes."""
+    """For a pipeline: the keyword of the model input that the first module in `order` is called with."""
     tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
-    """For tensor parallelism: how modules and parameters are cut. Names may have `*` for a part between dots."""
+    """For tensor parallelism: how modules and parameters are split, by name. `*` stands for any part between dots."""
 
     @classmethod
     def derive(cls, model: nn.Module) -> ParallelPlan:
-        """What can be seen from outside: the longest list of like modules are the blocks."""
+        """Returns a plan with blocks only: the longest list of modules of one class."""
         from torch import nn
 
         lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
@@ -145,4 +168,4 @@ class ParallelPlan:
 
 
 NO_PLAN = ParallelPlan()
-"""Of a model that is taken as one."""
+"""The plan of a model that is not split."""

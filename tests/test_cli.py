@@ -1,4 +1,4 @@
-"""The commands as a person types them."""
+"""The commands, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_version_and_help_import_little() -> None:
     assert result.stdout == f"shoal {shoal.__version__}\n"
 
 
-def test_train_and_what_it_says(toy: ToyRun) -> None:
+def test_train_prints_how_it_ended(toy: ToyRun) -> None:
     result = toy.shoal("train", "run.yaml", "training.max_steps=3")
     assert result.returncode == 0, result.stderr
     assert "finished at step 3" in result.stdout
     assert "tensorboard --logdir" in result.stdout
     assert "training.max_steps=6" in result.stdout
-    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not say both
+    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not have both values
     assert "\x1b" not in result.stdout + result.stderr  # piped: no bars, no colours
     again = toy.call("train", "out/config.yaml")
     assert again.returncode == 0, again.stderr
@@ -121,7 +121,7 @@ def test_no_evaluation_data_where_some_was_asked_for(toy: ToyRun, change_recipe:
 
 
 def test_a_real_language_model_trains_and_writes(tmp_path: Path) -> None:
-    """The demo, smaller: BDH on text, bytes in and out."""
+    """A small version of the demo: BDH on bytes of text."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     (tmp_path / "run.yaml").write_text(
         "recipe: bdh\n"

@@ -1,4 +1,4 @@
-"""The command line: one file for each command."""
+"""The command line. Each command has a file."""
 
 from shoal.cli.main import main
 

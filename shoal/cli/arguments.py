@@ -1,4 +1,4 @@
-"""The arguments that several commands share."""
+"""The arguments that several commands have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file of the run.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's, e.g. training.max_steps=50."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of values in the file, such as training.max_steps=50."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

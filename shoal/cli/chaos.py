@@ -1,4 +1,4 @@
-"""`shoal chaos`: kills a run at random and proves that its end does not change."""
+"""`shoal chaos`: kills processes of a run at random and checks that the run ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(help="How often to kill a process of the run.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="Decides victims and moments, as far as a clock can.")] = 0,
+    kills: Annotated[int, typer.Option(help="Number of kills.", min=1)] = 5,
+    seed: Annotated[
+        int, typer.Option(help="Seed for choosing processes and moments; the moments also depend on the clock.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Kill the run at random, again and again, and prove that its end is that of an undisturbed one."""
+    """Kill processes of the run at random and check that it ends exactly as an undisturbed run."""
     import json
 
     from shoal.config import load_run
-    from shoal.verify.chaos import chaos as wreak
+    from shoal.verify.chaos import chaos as run_chaos
 
     run = load_run(config, overrides or ())
     parent = Path(run.config.output_dir).parent
     parent.mkdir(parents=True, exist_ok=True)
-    told = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    report = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
     folder = Path(tempfile.mkdtemp(prefix=f"{run.config.experiment.name}-chaos-", dir=parent))
-    verdict = wreak(config, overrides or [], run, folder / "runs", kills, seed, told)
+    verdict = run_chaos(config, overrides or [], run, folder / "runs", kills, seed, report)
     if verdict.passed:
         shutil.rmtree(folder)
     if as_json:
         print(json.dumps(verdict.as_dict(), indent=1))
     elif verdict.passed:
         how = "bit-equal" if verdict.allowed is None else f"within {verdict.allowed:.1e}, as two undisturbed runs are"
-        print(f"survived {len(verdict.kills)} kills; the end is {how}, and so is the log")
+        print(f"survived {len(verdict.kills)} kills; the final state is {how}, and so is the log")
     else:
-        print("NOT the same after all:", *verdict.problems[:10], f"the runs are in {folder}", sep="\n  ")
+        print("NOT the same as an undisturbed run:", *verdict.problems[:10], f"the runs are in {folder}", sep="\n  ")
     if not verdict.passed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`shoal config`: prints the resolved run."""
+"""`shoal config`: prints all values of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 
 
 def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Print the resolved run, each value with where it came from."""
+    """Print all values of the run, each with its source: a file and line, the command line, or the default."""
     from shoal.config import derive_batches, load_run
     from shoal.config.batch import derived_values
     from shoal.config.mesh import check_layout

@@ -1,4 +1,4 @@
-"""The commands. Thin: torch is imported only by those that need it."""
+"""The command `shoal`. torch is imported by the commands that need it, so that `shoal --help` is fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.cli.verify import verify
 from shoal.errors import UserError
 
 app = typer.Typer(
-    help="Distributed training on PyTorch: write what to train, set how it is spread.",
+    help="Distributed training on PyTorch. A recipe says what to train, a config file how it is spread over devices.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,8 +29,8 @@ app.command()(chaos)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"shoal {shoal.__version__}")
         raise typer.Exit
 
@@ -38,14 +38,16 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Some launchers say the local rank here, too: DeepSpeed's before every command. The environment has it already."""
+    """Accepts --local_rank, which DeepSpeed's launcher adds before the command. The environment has the value
+    already."""
 
 
 def main() -> None:
+    """Runs the command line. A UserError is printed in one line and exits with code 2."""
     try:
         app()
     except (UserError, PermissionError) as error:

@@ -1,4 +1,4 @@
-"""`shoal train`: trains a run, starting the processes it asks for."""
+"""`shoal train`: trains a run, and starts its processes if the config asks for several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train a run to its end; it goes on from its last good checkpoint by itself."""
+    """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
     from shoal.config import load_run
     from shoal.launch.launcher import start, wants_processes
     from shoal.launch.worker import among_others
@@ -42,24 +42,24 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
             outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by
             if world.rank == 0:
-                _tell(outcome, run, config, overrides or [])
+                _print_outcome(outcome, run, config, overrides or [])
         except Stopped as stopped:
             stopped_by = stopped.signal
             if world.rank == 0:
-                print(f"stopped by {stopped.signal.name} before the first step; there was nothing to save", flush=True)
+                print(f"stopped by {stopped.signal.name} before the first step; nothing to save", flush=True)
             if not stopped.agreed:
                 raise
     if stopped_by:
         raise typer.Exit(128 + stopped_by)
 
 
-def _tell(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
-    """The last words of a run: how it went and what can be done with it."""
-    again = [_command("shoal"), "train", str(config)]
+def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
+    """Prints how the run ended and the commands to continue with."""
+    command = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
-        print("go on with  ", shlex.join([*again, *overrides]), flush=True)
+        print("resume with ", shlex.join([*command, *overrides]), flush=True)
         return
     if outcome.preview:
         print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")
@@ -75,12 +75,12 @@ def _tell(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> Non
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
         others = [override for override in overrides if not override.startswith(f"training.{key}=")]
-        print("go further  ", shlex.join([*again, *others, f"training.{key}={value}"]))
-    print("look at it  ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
+        print("train on    ", shlex.join([*command, *others, f"training.{key}={value}"]))
+    print("plot with   ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
 
 
 def _command(name: str) -> str:
-    """A command as this user can type it: by name if it is on the path, else where it lies."""
+    """Returns a command as the user can type it: its name if it is on the PATH, else its path."""
     beside = Path(sys.executable).parent / name
     found = shutil.which(name)
     if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):

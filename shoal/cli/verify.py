@@ -1,4 +1,4 @@
-"""`shoal verify`: proves that layouts compute the same training."""
+"""`shoal verify`: checks that all layouts compute the same training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    procs: Annotated[int, typer.Option(help="Processes for the layouts that need several.")] = 2,
+    procs: Annotated[int, typer.Option(help="Number of processes for layouts that need several.")] = 2,
     strategies: Annotated[
-        str, typer.Option(help="Which layouts, with commas between; `own` is the config's; all unless given.")
+        str,
+        typer.Option(help="Layouts to check, separated by commas; `own` is the layout of the config. Default: all."),
     ] = "",
-    steps: Annotated[int, typer.Option(help="Steps to train in each.")] = 3,
+    steps: Annotated[int, typer.Option(help="Number of steps to train in each layout.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Prove that the layouts compute the same training, and do their work, on this config."""
+    """Check on this config that all layouts compute the same training and do the work they promise."""
     import json
 
     from shoal.config import load_run
     from shoal.verify import print_verdict, prove
 
     layouts = [name for name in strategies.split(",") if name] or None
-    told = (lambda verdict: None) if as_json else print_verdict
+    report = (lambda verdict: None) if as_json else print_verdict
     warn = partial(print, file=sys.stderr if as_json else sys.stdout)
-    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=told, warn=warn)
+    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=report, warn=warn)
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     if not all(verdict.passed for verdict in verdicts):

@@ -1,4 +1,4 @@
-"""BDH pretraining on text: bytes or tokens in, the next one out."""
+"""Pretraining of BDH on text: predicts the next byte or token."""
 
 from __future__ import annotations
 
@@ -53,17 +53,19 @@ class BDHRecipe(TextRecipe):
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         heads, tp = self.config.model.n_head, sizes.get("tp", 1)
         if tp > 1 and heads % tp:
-            raise UserError(f"distributed.mesh.tp = {tp} does not divide model.n_head = {heads}")
+            raise UserError(f"distributed.mesh.tp = {tp} does not divide model.n_head = {heads}; change one of them")
         if sizes.get("pp", 1) > 1:
             raise UserError(
-                f"distributed.mesh.pp = {sizes['pp']}, but all levels of a BDH share their weights, so there are no "
-                "stages to keep apart; use tp or fsdp"
+                f"distributed.mesh.pp = {sizes['pp']}: all levels of BDH share their weights, so it has no pipeline "
+                "stages; use tp or fsdp"
             )
         if sizes.get("cp", 1) > 1:
-            raise UserError(f"distributed.mesh.cp = {sizes['cp']} is not for BDH, whose attention has no heads to swap")
+            raise UserError(
+                f"distributed.mesh.cp = {sizes['cp']}: BDH does not support context parallelism; use tp or fsdp"
+            )
 
     def preview(self, model: nn.Module) -> str:
-        """How the model goes on from the first words it was not trained on."""
+        """Returns a text that the model generates from the first tokens of the evaluation data."""
         assert isinstance(model, BDH)
         prompt = self.prompt(model)
         (tokens,) = model.generate(prompt, max_new_tokens=240, temperature=0.8, top_k=50).tolist()

@@ -1,4 +1,4 @@
-"""What to train: the one class a user writes."""
+"""The recipe: the class in which a user says what to train."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from torch.utils.data import default_collate
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.seeding import SampleRng
-from shoal.types import IGNORED, ParallelPlan, Weights
+from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
 
 
 class Recipe:
-    """Model, data and loss of a run. It knows nothing of ranks, devices or batch sizes.
+    """The model, the data and the loss of a run. A recipe knows nothing about ranks, devices and batch sizes.
 
-    Only `build_model`, `train_data`, `inputs` and `loss` are needed.
+    A subclass has to define `build_model`, `train_data`, `inputs` and `loss`; all other methods have defaults.
     """
 
     class Config(BaseModel):
-        """The sections `model`, `lora` and `dataset` of a run, typed. Keys it does not have are refused."""
+        """Declares the keys of the sections `model`, `lora` and `dataset`. Other keys in these sections are refused."""
 
     unit = "samples"
-    """What `count` counts, for the log: `tokens` in a language model."""
+    """The name of what `count` counts, for the log."""
 
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
 
     def prepare_data(self) -> None:
-        """Downloads, tokenises, caches. Runs once per node, before any process group exists."""
+        """Downloads, tokenizes and caches data. Runs in one process of each machine, before any process group
+        exists."""
 
     def build_model(self) -> nn.Module:
+        """Returns the model, a plain module for one device."""
         raise UserError(f"recipe {type(self).__name__} needs build_model(self) -> nn.Module")
 
     def weights(self) -> Weights:
-        """Where the weights come from: drawn module by module under their names, unless the model has to be `built`."""
+        """Returns where the initial weights come from. By default each module draws its own, seeded by its name."""
         return Weights("init")
 
     def train_data(self) -> Any:
-        """A map-style dataset of dicts, or a stream (see shoal.data)."""
+        """Returns a map-style dataset of dicts, or a stream (see `shoal.data`)."""
         raise UserError(f"recipe {type(self).__name__} needs train_data(self)")
 
     def eval_data(self) -> Any:
-        """Like `train_data`; None means that there is nothing to evaluate on."""
+        """Returns the data for evaluation, of the kind that `train_data` returns, or None."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
+        """Returns a batch of samples."""
         return default_collate(samples)
 
     def example_batch(self, size: int) -> Any:
-        """Returns the first samples of `train_data`, collated, for planning."""
+        """Returns a batch of the first samples of `train_data`, for planning."""
         loader = Loader(self.train_data(), self.collate, BatchSchedule.constant(size, size), seed=0, shuffle=False)
         step = next(iter(loader), None)
         if step is None:
@@ -61,22 +64,28 @@ class Recipe:
         return step[0].data
 
     def prepare_batch(self, batch: Any, rng: SampleRng) -> Any:
-        """On the device, before the forward: noise, augmentation. Draw from `rng` alone: it belongs to the samples."""
+        """Returns the batch with noise or augmentation. Runs on the device, before the forward.
+
+        Draw random numbers from `rng` only: it gives a sample the same numbers in every layout.
+        """
         return batch
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        """What the model is called with, by keyword."""
+        """Returns the keyword arguments of the model for a batch."""
         raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
 
     def count(self, batch: Any) -> Tensor | int:
-        """How many things the loss sums over: labels that are not ignored, else samples."""
+        """Returns the number of terms in the loss: of labels that are not -100, or of samples if there are no
+        labels."""
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
-            return (labels != IGNORED).sum()
+            return (labels != IGNORED_LABEL).sum()
         return num_samples(batch)
 
     def labels(self, batch: Any) -> Tensor:
-        """Returns the labels of the tokens that the head predicts; asked for by `training.loss_chunks` and by a head
-        that tensor parallelism cuts."""
+        """Returns the labels of the tokens that the head predicts.
+
+        `training.loss_chunks` and a head that is split over ranks need them.
+        """
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
             return labels
         raise UserError(
@@ -94,63 +103,68 @@ class Recipe:
         )
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """A SUM over what `count` counts; shoal divides by the count of the whole global batch."""
+        """Returns the SUM of the losses of a batch; shoal divides it by the count of the global batch."""
         raise UserError(f"recipe {type(self).__name__} needs loss(self, output, batch) -> Tensor")
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Groups for the optimizer. Norms, biases and embeddings do not decay."""
+        """Returns the parameter groups of the optimizer. By default norms, biases and embeddings have no weight
+        decay."""
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         trainable = [p for p in model.parameters() if p.requires_grad]
         flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
         flat_ids = {id(p) for p in flat}
         decayed = [p for p in trainable if id(p) not in flat_ids]
-        # Also empty ones: a stage of a pipeline has as many groups as the whole model.
+        # Also if one is empty: every stage of a pipeline must have as many groups as the whole model.
         return [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """How the model may be cut; by default its longest list of like modules are the blocks."""
+        """Returns how the model can be split. By default the longest list of modules of one class are the blocks."""
         return ParallelPlan.derive(model)
 
     def split_sequence(self, batch: Any, index: int, parts: int) -> Any:
-        """The batch with the `index`-th of so many equal parts of every sequence, which says what positions those are.
+        """Returns the batch with the `index`-th of `parts` equal parts of every sequence, and the positions of its
+        tokens.
 
-        Context and sequence parallelism ask for it; with one part it is the whole, with its positions.
+        Context parallelism needs it. Sequence parallelism calls it with one part, for the positions.
         """
         raise UserError(
-            f"recipe {type(self).__name__} does not say how to split a sequence (split_sequence), which "
-            "distributed.mesh.cp and distributed.tensor.sequence_parallel need"
+            f"recipe {type(self).__name__} has no split_sequence(self, batch, index, parts), which distributed.mesh.cp "
+            "and distributed.tensor.sequence_parallel need; add it, or use another layout"
         )
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Refuses what the model cannot be cut into, as far as it can be known without building it."""
+        """Raises a UserError if the model does not fit a mesh of these sizes. The model is not built yet."""
 
     def num_blocks(self) -> int | None:
-        """How many blocks the model has, where that is known without building it: every stage of a pipeline has one."""
+        """Returns the number of blocks, or None if it is not known before the model is built.
+
+        A pipeline needs at least one block for each stage.
+        """
         return None
 
     def preview(self, model: nn.Module) -> str | None:
-        """Something to look at after an evaluation, such as a generated text. Called on every rank."""
+        """Returns a text to show after an evaluation, such as a generated one, or None. Runs on every rank."""
         return None
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the cross-entropy over labels that are not ignored, in float32.
+    """Returns the sum of the cross-entropy over all labels that are not -100, in fp32.
 
-    Logits (..., vocab) against labels (...), which are the tokens to be predicted: nothing is shifted here. A recipe
-    whose loss is this may name its `head` in the plan. With `training.loss_chunks` the head then returns that sum
-    itself, one number in place of the logits, and it is passed on.
+    Logits are (..., vocab), labels (...). Labels are the tokens to predict; nothing is shifted. A recipe with this loss
+    can name its `head` in the plan. With `training.loss_chunks` the head computes the sum itself and returns it in
+    place of the logits; this function then returns it unchanged.
     """
     if logits.ndim == 0:
         return logits
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def num_samples(batch: Any) -> int:
-    """The leading size of the first tensor in a batch."""
+    """Returns the size of the first dimension of the first tensor in a batch."""
     if isinstance(batch, Tensor):
         return batch.shape[0]
     values = batch.values() if isinstance(batch, dict) else batch
     for value in values:
         if isinstance(value, Tensor | dict | list | tuple):
             return num_samples(value)
-    raise TypeError(f"cannot tell how many samples a batch of {type(batch).__name__} holds; override Recipe.count")
+    raise TypeError(f"a batch of type {type(batch).__name__} has no tensor to count samples by; override Recipe.count")

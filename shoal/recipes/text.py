@@ -1,4 +1,4 @@
-"""What the language-model recipes share: text as windows of tokens, and where a preview starts."""
+"""The common part of the language-model recipes: text as windows of tokens, and the prompt of a preview."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from shoal.recipes.recipe import Recipe
 
 
 class TextRecipe(Recipe):
-    """A recipe whose `dataset` section is a TextDataset."""
+    """A recipe whose section `dataset` is a TextDataset."""
 
     unit = "tokens"
 
     def prepare_data(self) -> None:
         prepare_text(self.config.dataset)
 
-    def check_vocabulary(self, key: str, given: int) -> None:
-        """Refuses a model that has no room for some tokens; on a GPU they would end in a device assertion."""
-        if given < (needed := self.tokenizer.vocab_size):
+    def check_vocabulary(self, key: str, vocab_size: int) -> None:
+        """Refuses a model with fewer tokens than the tokenizer; on a GPU they would fail in a device assertion."""
+        if vocab_size < (needed := self.tokenizer.vocab_size):
             raise UserError(
-                f"{key} = {given}, but dataset.tokenizer = {self.config.dataset.tokenizer!r} makes {needed} "
-                f"different tokens; raise it to {needed}"
+                f"{key} = {vocab_size}, but dataset.tokenizer = {self.config.dataset.tokenizer!r} has {needed} tokens; "
+                f"raise it to {needed}"
             )
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the dataset."""
         return load_tokenizer(self.config.dataset.tokenizer)
 
     @cached_property
     def windows(self) -> tuple[TokenWindows, TokenWindows | None]:
+        """The training and the evaluation data."""
         return open_text(self.config.dataset)
 
     def train_data(self) -> TokenWindows:
@@ -43,9 +45,9 @@ class TextRecipe(Recipe):
         return self.windows[1]
 
     def prompt(self, model: nn.Module) -> Tensor:
-        """The first words the model was not trained on: (1, time), where the model computes.
+        """Returns the first tokens of the evaluation data, (1, time), on the device on which the model computes.
 
-        Under offload that is not where its parameters are, so a trainer says so by torch's default device.
+        Offloaded parameters are on another device, so the trainer sets torch's default device to the right one.
         """
         train, evaluation = self.windows
         device = torch.get_default_device()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
-from shoal.types import IGNORED, ParallelPlan
+from shoal.types import IGNORED_LABEL, ParallelPlan
 
 Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Tensor, Tensor | None]]
 
@@ -178,7 +178,7 @@ def _score(
     In float32 and in place: the logits are overwritten. Compiled, the wide numbers never reach memory.
     """
     logits = logits.float()
-    counted = labels != IGNORED
+    counted = labels != IGNORED_LABEL
     chosen = labels.where(counted, 0)[:, None]
     normaliser = logits.logsumexp(-1, keepdim=True)
     loss = (normaliser - logits.gather(-1, chosen))[:, 0].where(counted, 0).sum()
@@ -201,7 +201,7 @@ def _score_part(
 ) -> tuple[Tensor, Tensor | None]:
     """The same where the logits are those of the tokens from `first` on, and other ranks have the others."""
     logits = logits.float()
-    counted = labels != IGNORED
+    counted = labels != IGNORED_LABEL
     chosen = (labels - first)[:, None]
     own = counted[:, None] & (chosen >= 0) & (chosen < logits.shape[-1])
     highest = logits.detach().amax(-1, keepdim=True)

@@ -31,7 +31,7 @@ def derive(data_size: int = 1, **keys: Any) -> list[tuple[int, int, int, int]]:
         ({"global_batch_size": 24, "batch_size": 4, "gradient_accumulation": 3}, 2, (24, 4, 3)),
     ],
 )
-def test_what_is_left_open_is_derived(given: dict[str, int], data_size: int, expected: tuple[int, int, int]) -> None:
+def test_missing_factors_are_derived(given: dict[str, int], data_size: int, expected: tuple[int, int, int]) -> None:
     assert derive(data_size, **given) == [(0, *expected)]
 
 

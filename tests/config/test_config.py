@@ -1,4 +1,4 @@
-"""From files and overrides to one checked run."""
+"""Config files and overrides become one checked run, and mistakes become one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_defaults_and_types(tmp_path: Path) -> None:
     assert run.sources["model.n_layer"].endswith("run.yaml:3")
 
 
-def test_the_later_base_wins_and_the_file_wins_over_its_bases(tmp_path: Path) -> None:
+def test_later_bases_win_and_the_file_wins_over_its_bases(tmp_path: Path) -> None:
     write(tmp_path, "training: {learning_rate: 1.0, weight_decay: 0.5, warmup_steps: 3}\n", "base/a.yaml")
     write(tmp_path, "training: {learning_rate: 2.0, weight_decay: 0.25}\n", "base/b.yaml")
     run = load(tmp_path, "extends: [base/a.yaml, base/b.yaml]\n" + MINIMAL + "experiment: {seed: 3}\n")
@@ -107,7 +107,7 @@ def test_a_schedule_is_a_value_and_replaces_the_bases_whole(tmp_path: Path) -> N
         ("1_000", 1000),
     ],
 )
-def test_scalars_read_as_people_expect(text: str, value: object) -> None:
+def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -120,7 +120,7 @@ def test_scalars_read_as_people_expect(text: str, value: object) -> None:
         max_leaves=5,
     )
 )
-def test_what_is_written_reads_back_the_same(value: object) -> None:
+def test_formatted_values_parse_to_the_same_value(value: object) -> None:
     text = format_value(value)
     assert "\n" not in text
     assert parse_value(text) == value
@@ -201,7 +201,7 @@ def test_bad_overrides(tmp_path: Path, override: str) -> None:
     assert override.partition("=")[0] in refuse(tmp_path, MINIMAL, override)
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_files_that_are_not_configs(tmp_path: Path) -> None:
     for path, word in [(tmp_path, "folder"), (tmp_path / "none.yaml", "no such file")]:
         with pytest.raises(UserError, match=word):
             load_run(path)

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as people have it: each shape has its documented outcome, and so have the keys of our own."""
+"""A DeepSpeed JSON is accepted or refused as docs/deepspeed.md says, and so are the keys of `distributed.deepspeed`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HUGGING_FACE = {
     "train_micro_batch_size_per_gpu": AUTO,
     "wall_clock_breakdown": False,
 }
-"""The one of transformers' documentation."""
+"""The JSON in the documentation of transformers."""
 
 ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[str]]] = {
     # name: the JSON, the run, the options that come out of it, the keys that are reported as idle
@@ -101,8 +101,8 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
             *(f"fp16.{key}" for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis")),
         },
     ),
-    "the least there is": ({"zero_optimization": {"stage": 1}}, run(), {"zero_stage": 1}, set()),
-    "stage 2 in scientific numbers": (
+    "only a stage": ({"zero_optimization": {"stage": 1}}, run(), {"zero_stage": 1}, set()),
+    "numbers such as 2e8": (
         {
             "zero_optimization": {
                 "stage": 2,
@@ -127,7 +127,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         },
         {"zero_optimization.reduce_scatter", "zero_optimization.allgather_partitions"},
     ),
-    "an fp16 block": (
+    "fp16 on": (
         {"fp16": {"enabled": True, "loss_scale": 0, "min_loss_scale": 1}, "zero_optimization": ZERO_2},
         run(mixed_precision="fp16"),
         {"zero_stage": 2},
@@ -139,7 +139,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         set(),
     ),
-    "optimizer and schedule that say what the run says": (
+    "optimizer and schedule as in the run": (
         {
             "optimizer": {
                 "type": "Adam",
@@ -161,7 +161,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         {"optimizer.params.torch_adam"},
     ),
-    "a schedule that ends constant": (
+    "a constant schedule": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}}, "zero_optimization": ZERO_2},
         run(lr_scheduler={"name": "constant_with_warmup"}, warmup_steps=3),
         {"zero_stage": 2},
@@ -179,7 +179,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         {"scheduler.params.cos_min_ratio"},
     ),
-    "a warmup that is not there, of any type": (
+    "no warmup, so its type does not matter": (
         {
             "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 0, "last_batch_iteration": -1}},
             "zero_optimization": ZERO_2,
@@ -188,13 +188,13 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         set(),
     ),
-    "the offload of old": (
+    "cpu_offload, the older key": (
         {"zero_optimization": {"stage": 2, "cpu_offload": True}},
         run(),
         {"zero_stage": 2, "offload_optimizer": "cpu"},
         set(),
     ),
-    "offload to nowhere": (
+    "offload to none": (
         {
             "zero_optimization": {
                 "stage": 2,
@@ -227,7 +227,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2, "cpu_checkpointing": True},
         {"activation_checkpointing.profile", "activation_checkpointing.partition_activations"},
     ),
-    "watching it": (
+    "logging and profiling": (
         {
             "tensorboard": {"enabled": True, "output_path": "x"},
             "wandb": {"enabled": False},
@@ -241,7 +241,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         {"tensorboard", "wandb", "flops_profiler", "zero_allow_untested_optimizer"},
     ),
-    "null says nothing": (
+    "null has no effect": (
         {
             **dict.fromkeys(("fp16", "optimizer", "scheduler", "aio", "amp", "tensorboard", "gradient_clipping")),
             "zero_optimization": {"stage": 2, "offload_optimizer": None, "overlap_comm": None},
@@ -250,7 +250,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
         {"zero_stage": 2},
         set(),
     ),
-    "what is off": (
+    "features that are turned off": (
         {
             "compile": {"enabled": False},
             "tensor_parallel": {"autotp_size": 1},
@@ -270,9 +270,9 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_is_accepted(name: str) -> None:
-    told, training, options, idle = ACCEPTED[name]
-    fitted = fit_json(json.loads(json.dumps(told)), training, processes=2, where="ds.json")
+def test_accepted_json(name: str) -> None:
+    document, training, options, idle = ACCEPTED[name]
+    fitted = fit_json(json.loads(json.dumps(document)), training, processes=2, where="ds.json")
     assert fitted.options == options
     assert fitted.idle.keys() == idle
     DeepSpeedConfig(**fitted.options)
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         "4 contradicts the run: training.gradient_accumulation is a schedule, {0: 4, 2: 2}",
     ),
     "another clipping": ({"gradient_clipping": 0.3}, run(), "0.3 contradicts training.max_grad_norm = 1.0"),
-    "clipping where there is none": (
+    "clipping where the run has none": (
         {"gradient_clipping": 1.0},
         run(max_grad_norm=None),
         "training.max_grad_norm = None",
@@ -309,15 +309,23 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         run(),
         'optimizer.type = "SGD" contradicts training.optimizer = adamw; shoal reads Adam as adamw',
     ),
-    "an optimizer that is not by element": ({"optimizer": {"type": "Lamb"}}, run(), "SGD as sgd"),
+    "an optimizer that shoal does not have": ({"optimizer": {"type": "Lamb"}}, run(), "SGD as sgd"),
     "a learning rate": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
         run(),
         "optimizer.params.lr = 1e-05 contradicts training.learning_rate = 0.0003",
     ),
-    "Adam without the W": ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, run(), "not AdamW"),
+    "Adam with decay in the gradient": (
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+        run(),
+        "not AdamW",
+    ),
     "another schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, run(), "training.lr_scheduler = cosine"),
-    "a schedule nobody has": ({"scheduler": {"type": "OneCycle"}}, run(), "shoal reads WarmupLR as constant"),
+    "a schedule that shoal does not have": (
+        {"scheduler": {"type": "OneCycle"}},
+        run(),
+        "shoal reads WarmupLR as constant",
+    ),
     "another warmup": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}},
         run(warmup_steps=5),
@@ -325,8 +333,8 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     ),
     "stage 0": ({"zero_optimization": {"stage": 0}}, run(), "use 1, 2 or 3, or distributed.strategy: ddp"),
     "no stage": ({"zero_optimization": {}}, run(), "zero_optimization.stage = null is not a stage"),
-    "no ZeRO at all": ({"zero_optimization": None}, run(), "zero_optimization = null should be an object"),
-    "weights to the host at stage 2": (
+    "null for zero_optimization": ({"zero_optimization": None}, run(), "zero_optimization = null should be an object"),
+    "offloaded weights at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         run(),
         "offload_param = cpu: ZeRO stage 2 keeps all weights on every device; use stage: 3",
@@ -336,29 +344,29 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         run(),
         "offload_optimizer = /local: ZeRO stage 2 offloads to host memory only; use cpu, or stage: 3",
     ),
-    "NVMe, but where": (
+    "NVMe without a path": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
         run(),
         'offload_param.device = "nvme" should be none, cpu, or nvme with nvme_path, a folder on a local disk',
     ),
     "GPUDirect Storage": ({"aio": {"use_gds": True}}, run(), "aio.use_gds = true needs GPUDirect Storage"),
-    "I/O that nobody knows": (
+    "an unknown key of aio": (
         {"aio": {"queue_deep": 8}},
         run(),
         "aio.queue_deep is not a DeepSpeed key that shoal knows; did you mean queue_depth?",
     ),
-    "I/O in text": (
+    "a text for a number of aio": (
         {"aio": {"block_size": "big"}},
         run(),
         "aio.block_size (ds.json: aio.block_size) = 'big': should be a valid integer",
     ),
-    "a slip of the pen": (
+    "a typo in a key of ZeRO": (
         {"zero_optimization": {"stage": 2, "overlap_com": True}},
         run(),
         "did you mean overlap_comm?",
     ),
-    "another one": ({"gradient_cliping": 1.0}, run(), "did you mean gradient_clipping?"),
-    "gradients in half": ({"communication_data_type": "fp16"}, run(), "would change the training"),
+    "a typo in a top-level key": ({"gradient_cliping": 1.0}, run(), "did you mean gradient_clipping?"),
+    "fp16 communication": ({"communication_data_type": "fp16"}, run(), "would change the training"),
     "quantised weights": ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, run(), "leave it out"),
     "text for a number": (
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
@@ -366,83 +374,91 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
         "reduce_bucket_size (ds.json: zero_optimization.reduce_bucket_size) = 'big': should be a valid integer",
     ),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, run(), "amp.enabled = true would change the training"),
-    "fp16 by a number": (
+    "a number for enabled": (
         {"fp16": {"enabled": 1}},
         run(),
         "fp16.enabled = 1 contradicts training.mixed_precision = fp32",
     ),
-    "a slip in fp16": ({"fp16": {"enable": True}}, run(), "did you mean enabled?"),
-    "what fp16 does not have": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a DeepSpeed key"),
-    "what nobody has, as auto": ({"banana": AUTO}, run(), "banana is not a DeepSpeed key"),
+    "a typo in a key of fp16": ({"fp16": {"enable": True}}, run(), "did you mean enabled?"),
+    "an unknown key of fp16": ({"fp16": {"banana": 1}}, run(), "fp16.banana is not a DeepSpeed key"),
+    "an unknown key with auto": ({"banana": AUTO}, run(), "banana is not a DeepSpeed key"),
     "fp16 weights": (
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
         run(mixed_precision="fp16"),
         "fp16.fp16_master_weights_and_grads = true would change the training",
     ),
-    "sums in bf16": (
+    "gradients summed in bf16": (
         {"data_types": {"grad_accum_dtype": "bf16"}},
         run(),
         'data_types.grad_accum_dtype = "bf16" would change the training',
     ),
-    "Adam that is not corrected": ({"optimizer": {"params": {"bias_correction": False}}}, run(), "is another Adam"),
-    "an optimizer with a list": ({"optimizer": {"params": [1]}}, run(), "optimizer.params = [1] should be an object"),
-    "a decay to nothing": (
+    "Adam without bias correction": ({"optimizer": {"params": {"bias_correction": False}}}, run(), "is another Adam"),
+    "a list for the optimizer's params": (
+        {"optimizer": {"params": [1]}},
+        run(),
+        "optimizer.params = [1] should be an object",
+    ),
+    "a decay to 0 where the run decays to 0.5": (
         {"scheduler": {"type": "WarmupDecayLR"}},
         run(lr_scheduler={"name": "linear", "min_ratio": 0.5}),
         "training.lr_scheduler = linear to 0.5; shoal reads WarmupLR as constant, WarmupDecayLR as linear to 0",
     ),
-    "steps of a run of epochs": (
+    "a number of steps where the run has epochs": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}}},
         run(max_steps=None, num_epochs=2),
         "total_num_steps = 1000 contradicts training.num_epochs = 2: the run counts epochs, not steps; say auto",
     ),
-    "another way to warm up": (
+    "another type of warmup": (
         {"scheduler": {"params": {"warmup_type": "log"}}},
         run(warmup_steps=5),
         'warmup_type = "log" contradicts the run, whose warmup is linear',
     ),
-    "ZeRO as the run has it": ({"zero_optimization": AUTO}, run(), 'zero_optimization = "auto" should be an object'),
-    "a stage by truth": (
+    "auto for zero_optimization": (
+        {"zero_optimization": AUTO},
+        run(),
+        'zero_optimization = "auto" should be an object',
+    ),
+    "true for a stage": (
         {"zero_optimization": {"stage": True}},
         run(),
         "zero_optimization.stage = true is not a stage",
     ),
-    "offload, yes": (
+    "a text for cpu_offload": (
         {"zero_optimization": {"stage": 2, "cpu_offload": "yes"}},
         run(),
         'cpu_offload = "yes" should be true or false',
     ),
-    "what offload to nowhere does not have": (
+    "an unknown key of offload_optimizer": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "banana": 1}}},
         run(),
         "offload_optimizer.banana is not a DeepSpeed key",
     ),
-    "recomputation by a number": (
+    "a number for cpu_checkpointing": (
         {"activation_checkpointing": {"cpu_checkpointing": 1}},
         run(),
         "cpu_checkpointing (ds.json: activation_checkpointing.cpu_checkpointing) = 1: should be a valid boolean",
     ),
-    "clipping by no number": ({"gradient_clipping": math.nan}, run(), "NaN contradicts training.max_grad_norm"),
-    "clipping by truth": ({"gradient_clipping": True}, run(), "= true contradicts training.max_grad_norm"),
-    "clipping by an object": ({"gradient_clipping": {}}, run(), "= {} contradicts training.max_grad_norm"),
+    "NaN for clipping": ({"gradient_clipping": math.nan}, run(), "NaN contradicts training.max_grad_norm"),
+    "true for clipping": ({"gradient_clipping": True}, run(), "= true contradicts training.max_grad_norm"),
+    "an object for clipping": ({"gradient_clipping": {}}, run(), "= {} contradicts training.max_grad_norm"),
     "compilation": ({"compile": {"deepcompile": True}}, run(), "compile.deepcompile = true would change the training"),
-    "shards by tensor": ({"tensor_parallel": {"autotp_size": 4}}, run(), "tensor_parallel.autotp_size = 4 would"),
+    "tensor parallelism": ({"tensor_parallel": {"autotp_size": 4}}, run(), "tensor_parallel.autotp_size = 4 would"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    told, training, words = REFUSED[name]
+def test_refused_json(name: str) -> None:
+    document, training, words = REFUSED[name]
     with pytest.raises(UserError) as caught:
-        fit_json({"zero_optimization": ZERO_2, **told}, training, processes=2, where="ds.json")
+        fit_json({"zero_optimization": ZERO_2, **document}, training, processes=2, where="ds.json")
     assert words in str(caught.value)
     assert "ds.json: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
-    told = {"zero_optimization": ZERO_2, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}}
-    fitted = fit_json(told, run(warmup_steps=5), 2, "ds.json")
+def test_defaults_that_contradict_the_run_are_reported() -> None:
+    document = {"zero_optimization": ZERO_2, "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}}
+    fitted = fit_json(document, run(warmup_steps=5), 2, "ds.json")
     assert fitted.idle == {
         "scheduler.params.warmup_type": (
             "DeepSpeed's default, log, contradicts the run, whose warmup is linear; say auto, or make them agree"
@@ -455,7 +471,7 @@ def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "precision", "words"),
+    ("document", "precision", "words"),
     [
         ({"bf16": {"enabled": True}}, "fp32", "bf16.enabled = true contradicts mixed_precision = fp32"),
         ({"fp16": {"enabled": True}}, "bf16", "fp16.enabled = true contradicts mixed_precision = bf16"),
@@ -465,15 +481,15 @@ def test_what_a_schedule_does_not_say_is_deepspeeds_default() -> None:
         ({"optimizer": {"kind": "AdamW"}}, "fp32", "optimizer.kind is not a DeepSpeed key"),
     ],
 )
-def test_without_a_run_there_is_the_strategy(told: dict[str, Any], precision: str, words: str) -> None:
+def test_a_hand_written_loop_compares_the_precision_only(document: dict[str, Any], precision: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        fit_json({"zero_optimization": ZERO_2, **told}, None, 1, "ds.json", precision)
+        fit_json({"zero_optimization": ZERO_2, **document}, None, 1, "ds.json", precision)
     assert words in str(caught.value)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 def test_a_json_in_python() -> None:
-    """The optimizer and schedule of one's own loop are not the JSON's; types are those of the strategy."""
+    """A hand-written loop has its own optimizer and schedule; the precision is the strategy's."""
     path = Path(__file__).parents[2] / "configs" / "zero3.json"
     for config in (path, str(path), json.loads(path.read_text())):
         strategy = DeepSpeedStrategy(device="cpu", config=config)
@@ -487,7 +503,7 @@ def test_a_json_in_python() -> None:
         DeepSpeedStrategy(device="cpu", config=half)
 
 
-def test_without_zero_it_is_another_strategy() -> None:
+def test_a_json_without_zero_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"ds.json: zero_optimization = null should be an object with a stage; without ZeRO use"
     ):
@@ -506,7 +522,7 @@ TWICE = ('{"zero_optimization": {"stage": 2, "stage": 3}}', "not valid JSON: sta
         TWICE,
     ],
 )
-def test_a_file_that_is_not_one(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_is_not_json(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UserError, match=words):
         read_json(str(tmp_path / "ds.json"))
@@ -514,7 +530,7 @@ def test_a_file_that_is_not_one(tmp_path: Path, text: str, words: str) -> None:
 
 @pytest.mark.skipif(find_spec("hjson") is None, reason="the package hjson, which DeepSpeed brings, is not installed")
 def test_comments_and_trailing_commas(tmp_path: Path) -> None:
-    """DeepSpeed reads its files so."""
+    """DeepSpeed accepts them too."""
     (tmp_path / "ds.json").write_text('{\n  // which of them\n  "zero_optimization": {"stage": 3,},  # all\n}')
     assert read_json(tmp_path / "ds.json") == {"zero_optimization": {"stage": 3}}
     (tmp_path / "ds.json").write_text('{"a": 1, "a": 2,}')
@@ -550,7 +566,7 @@ def test_short_forms_are_the_long_ones(toy: ToyRun) -> None:
     section = "{zero_stage: 3, offload_optimizer: cpu, offload_parameters: cpu}"
     long = load_run(toy.config, [DEEPSPEED, f"distributed.deepspeed={section}"])
     assert short.config.distributed.zero == long.config.distributed.zero
-    # What is not in force may stay in a config.
+    # Keys of another strategy may stay in a config.
     assert (
         load_run(toy.config, ["distributed.strategy=ddp", "distributed.offload=all"]).config.distributed.offload
         == "all"
@@ -565,7 +581,7 @@ def test_a_resolved_run_loads_again(toy: ToyRun) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3_offload", 3), ("zero3_json", 3)])
-def test_the_ready_configs_fit(monkeypatch: pytest.MonkeyPatch, name: str, stage: int) -> None:
+def test_the_shipped_configs_fit(monkeypatch: pytest.MonkeyPatch, name: str, stage: int) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
     config = load_run(root / "configs" / f"{name}.yaml").config

@@ -144,7 +144,7 @@ def test_a_signal_while_data_is_prepared(
     assert run.err == ""
     # Of a signal that another rank got, rank 0 hears by the launcher, which ends it.
     told = signal.SIGTERM if whom == "rank 1" else told
-    assert run.out == f"stopped by {told.name} before the first step; there was nothing to save\n"
+    assert run.out == f"stopped by {told.name} before the first step; nothing to save\n"
 
 
 def test_killing_the_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:

@@ -91,7 +91,7 @@ def test_a_signal_saves_and_leaves(
     assert process.returncode == 128 + number
     assert b"Traceback" not in err
     assert b"saved" in out
-    assert b"go on with" in out
+    assert b"resume with" in out
     latest = find_latest_checkpoint(toy.output)
     assert latest is not None
     step = json.loads((latest / "trainer.json").read_text())["step"]

@@ -63,4 +63,4 @@ def test_the_user_sees_one_line(toy: ToyRun, change_recipe: Callable[[str, str],
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGUSR1
-    assert (out, err) == ("stopped by SIGUSR1 before the first step; there was nothing to save\n", "")
+    assert (out, err) == ("stopped by SIGUSR1 before the first step; nothing to save\n", "")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.recipes.bdh import BDHRecipe
-from shoal.recipes.recipe import IGNORED, token_loss
+from shoal.recipes.recipe import IGNORED_LABEL, token_loss
 from shoal.torch_private import TorchDispatchMode
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.types import ParallelPlan
@@ -46,9 +46,9 @@ def batch(ignored: str = "some") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(VOCAB, (2, 3, 7), generator=generator)
     if ignored == "some":
-        labels[0, 4:] = labels[2, 0] = IGNORED
+        labels[0, 4:] = labels[2, 0] = IGNORED_LABEL
     if ignored == "all":
-        labels[:] = IGNORED
+        labels[:] = IGNORED_LABEL
     return tokens, labels
 
 
