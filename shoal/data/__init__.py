@@ -1,7 +1,7 @@
-"""Datasets, the global order of samples, and the loader that can be resumed at any position."""
+"""Datasets, the global order of samples, and a loader that can resume at any position."""
 
 from shoal.data.loader import Loader
-from shoal.data.order import BatchSchedule, permute, samples_at, share
+from shoal.data.order import BatchSchedule, micro_batch_slices, permute, samples_at
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.data.text import TextDataset, TokenWindows, open_text, prepare_text
 from shoal.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -16,9 +16,9 @@ __all__ = [
     "TokenWindows",
     "Tokenizer",
     "load_tokenizer",
+    "micro_batch_slices",
     "open_text",
     "permute",
     "prepare_text",
     "samples_at",
-    "share",
 ]

@@ -1,4 +1,4 @@
-"""What comes from the Hugging Face libraries, with their many ways to fail told in one line."""
+"""Access to the Hugging Face libraries. Their many kinds of errors become one line for the user."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _REACH_SECONDS = 5.0
 
 @contextmanager
 def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
-    """The package, and around its use a translation of what it raises. Unless `local`, whether the Hub can be reached
-    is tried first: without a network the libraries alone would retry for minutes. What they cached still works then.
+    """Yields the imported package, and turns every error that its use raises into a UserError about config key `key`.
+
+    Unless `local` is true, this first checks that the Hub can be reached: without a network the libraries alone would
+    retry for minutes. If it cannot be reached, the libraries use only what they have cached.
     """
     try:
         module = importlib.import_module(package)
         from huggingface_hub import constants
     except ImportError:
-        raise UserError(f"{key}: {name!r} needs the package {package}; run `pip install shoal[hf]`") from None
+        raise UserError(f"{key} = {name!r}: this needs the package {package}; run `pip install shoal[hf]`") from None
     reached = local or (not constants.HF_HUB_OFFLINE and _hub_answers(constants.ENDPOINT))
     if not reached:
         constants.HF_HUB_OFFLINE = True
@@ -37,13 +39,13 @@ def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
     except Exception as error:  # tokenizers raises bare Exception
         reason = " ".join(str(error).split())[:300] if reached else "the Hugging Face Hub cannot be reached"
         raise UserError(
-            f"{key}: cannot load {name!r}: {reason}; give a local path or the name of one on the Hub"
+            f"{key} = {name!r}: it cannot be loaded: {reason}; give a local path or a name on the Hugging Face Hub"
         ) from error
 
 
 def snapshot(key: str, name: str, revision: str | None, patterns: list[str], *, local_only: bool) -> Path:
-    """The folder of a Hub repository's files, downloaded unless `local_only`; what was cached is found without a
-    network."""
+    """Returns the folder with the files of a Hub repository. Downloads them unless `local_only` is true or the Hub
+    cannot be reached; then it uses what is cached."""
     with hub(key, name, "huggingface_hub", local=local_only) as huggingface_hub:
         offline = local_only or huggingface_hub.constants.HF_HUB_OFFLINE
         folder = huggingface_hub.snapshot_download(
@@ -55,7 +57,7 @@ def snapshot(key: str, name: str, revision: str | None, patterns: list[str], *, 
 def _hub_answers(url: str) -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_REACH_SECONDS).close()
-    except urllib.error.HTTPError:
+    except urllib.error.HTTPError:  # an error status is an answer, too
         return True
     except OSError:
         return False

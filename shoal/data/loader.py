@@ -1,4 +1,4 @@
-"""The resumable loader: one list of micro-batches per step, from any position, with or without workers."""
+"""The resumable loader: yields the micro-batches of each step, from any position, with or without worker processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shoal.data.order import BatchSchedule, Key, samples_at
+from shoal.data.order import BatchSchedule, SampleKey, samples_at
 from shoal.data.reader import Dataset, MapDataset, Reader, open_reader
 from shoal.errors import UserError
 from shoal.tensors import map_tensors
@@ -24,22 +24,23 @@ from shoal.types import MicroBatch
 class _Item:
     micro_batch: MicroBatch
     position: int | None
-    """After the step, in its last micro-batch; else None."""
+    """The position after the step, set only with the last micro-batch of a step."""
 
     def pin_memory(self) -> _Item:
-        """Also called by torch's own loader, in a thread."""
+        """Returns the item with its tensors in pinned memory. torch's DataLoader calls this method in a thread."""
         data = map_tensors(torch.Tensor.pin_memory, self.micro_batch.data)
         return replace(self, micro_batch=replace(self.micro_batch, data=data))
 
 
 def _leave_process_group(worker: int) -> None:
-    """Ctrl-C, and launchers, signal a whole group: the process that trains then needs its workers to the end."""
+    """Puts a worker into a process group of its own. Ctrl-C and launchers signal a whole group, but the training
+    process needs its workers until it has saved and stopped."""
     os.setpgid(0, 0)
 
 
 @dataclass
 class _MicroBatches(IterableDataset[_Item | UserError]):
-    """One rank's micro-batches in order; inside worker w of W, every W-th of them from the w-th on."""
+    """Yields one rank's micro-batches in order. Worker w of W yields every W-th micro-batch, starting with the w-th."""
 
     open_reader: Callable[[], Reader]
     collate: Callable[[list[Any]], Any]
@@ -53,32 +54,34 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         try:
             reader = self.open_reader()
-            for keys, weight, position in islice(self._planned(reader), worker, None, num_workers):
+            for keys, weight, position in islice(self._plan(reader), worker, None, num_workers):
                 epochs, ids = zip(*keys, strict=True)
                 yield _Item(MicroBatch(self.collate(reader.fetch(keys)), epochs, ids, weight), position)
-        except UserError as error:  # as a value: torch would wrap what a worker raises into a page of traceback
+        except UserError as error:  # yielded, not raised: torch would wrap it into a page of traceback
             yield error
 
-    def _planned(self, reader: Reader) -> Iterator[tuple[list[Key], int, int | None]]:
-        """The samples of each micro-batch, its weight, and with a step's last one the position after the step."""
+    def _plan(self, reader: Reader) -> Iterator[tuple[list[SampleKey], int, int | None]]:
+        """Yields for each micro-batch its samples, its weight, and (with the last one of a step) the position after
+        the step."""
         position = self.start
         while self.end is None or position < self.end:
-            batch_size = self.batches.at(position, self.epoch_size).batch_size
-            part = reader.part(position, self.batches.step_size(position, self.epoch_size, self.end), batch_size)
-            if not part.step_size:  # the stream has ended
+            batch_size = self.batches.phase_at(position, self.epoch_size).batch_size
+            step = reader.plan_step(position, self.batches.step_size(position, self.epoch_size, self.end), batch_size)
+            if not step.step_size:  # the stream has ended
                 return
-            position += part.step_size
-            for number, keys in enumerate(part.micro_batches, 1):
-                samples = keys or list(islice(cycle(part.spare), batch_size))
-                yield samples, int(bool(keys)), position if number == len(part.micro_batches) else None
+            position += step.step_size
+            for number, keys in enumerate(step.micro_batches, 1):
+                filled = keys or list(islice(cycle(step.filler), batch_size))
+                yield filled, int(bool(keys)), position if number == len(step.micro_batches) else None
 
 
 class Loader:
-    """Iterating yields the micro-batches of one step after another, from `position` up to `end` or for ever.
+    """Yields the list of micro-batches of one step after another, from `position` up to `end` or without end.
 
-    Each iteration starts anew at the position given here. `position` tells how many samples the steps yielded so far
-    have consumed, however far workers have read ahead: a checkpoint stores it and a new loader starts from it. It
-    counts samples over all ranks, so it stays right when the number of ranks or the batch size changes.
+    Each iteration starts again at the position that the constructor got. The attribute `position` is the number of
+    samples that the steps yielded so far have consumed, however far the workers have read ahead: a checkpoint stores
+    it, and a new loader starts from it. It counts the samples of all ranks, so it stays valid when the number of ranks
+    or the batch size changes.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Loader:
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"train_data/eval_data: {type(dataset).__name__} has neither __len__ and __getitem__ nor open(start), "
-                f"so it cannot be resumed; shoal.data.OrderedStream shows what a stream needs"
+                f"so it cannot be resumed; give it the methods of shoal.data.OrderedStream"
             )
         self.epoch_size = len(dataset) if isinstance(dataset, MapDataset) else None
         if self.epoch_size == 0:
@@ -113,8 +116,8 @@ class Loader:
         reader = partial(open_reader, dataset, position, seed, shuffle, data_rank, data_size)
         source = _MicroBatches(reader, collate, batches, self.epoch_size, position, end)
         pin_memory = pin_memory and torch.accelerator.is_available()
-        self._pin_here = pin_memory and num_workers == 0
-        # Without workers torch's loader is left out: it costs more per step than many a small dataset.
+        self._pin_in_iteration = pin_memory and num_workers == 0
+        # Without workers torch's DataLoader is not used: its overhead per step is larger than reading a small dataset.
         self._items: Iterable[_Item | UserError] | None = source
         if num_workers > 0:
             self._items = DataLoader(
@@ -124,7 +127,7 @@ class Loader:
                 pin_memory=pin_memory,
                 persistent_workers=persistent_workers,
                 prefetch_factor=prefetch,
-                generator=torch.Generator(),  # its own, or starting workers would advance the global one
+                generator=torch.Generator(),  # without it, starting workers would advance the global generator
                 worker_init_fn=_leave_process_group,
             )
 
@@ -137,23 +140,23 @@ class Loader:
 
     def _run(self, items: Iterable[_Item | UserError]) -> Generator[list[MicroBatch], None, None]:
         step: list[MicroBatch] = []
-        began = perf_counter()
+        wait_start = perf_counter()
         for item in items:
             if isinstance(item, UserError):
                 raise item
-            step.append(item.pin_memory().micro_batch if self._pin_here else item.micro_batch)
+            step.append(item.pin_memory().micro_batch if self._pin_in_iteration else item.micro_batch)
             if item.position is not None:
                 self._step_start, self.position = self.position, item.position
-                self.waited_seconds += perf_counter() - began
+                self.waited_seconds += perf_counter() - wait_start
                 yield step
-                step, began = [], perf_counter()
+                step, wait_start = [], perf_counter()
 
-    def last_step(self) -> list[Key]:
-        """The (epoch, id) of all samples that all ranks together took in the step last yielded."""
+    def last_step(self) -> list[SampleKey]:
+        """Returns the keys of all samples that all ranks together took in the step yielded last."""
         return self._samples_at(self._step_start, self.position - self._step_start)
 
     def close(self) -> None:
-        """Ends the workers, also in the middle of an iteration."""
+        """Ends the workers; this is allowed in the middle of an iteration."""
         if self._steps is not None:
             self._steps.close()
         self._steps = self._items = None

@@ -1,4 +1,4 @@
-"""Reading one rank's part of each step, from a dataset with a length or from a stream."""
+"""Reads one rank's samples of each step, from a dataset with a length or from a stream."""
 
 from __future__ import annotations
 
@@ -10,48 +10,51 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 
-from shoal.data.order import Key, samples_at, share
+from shoal.data.order import SampleKey, micro_batch_slices, samples_at
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.errors import UserError
 from shoal.seeding import mix
 
-_LOOK_AHEAD = 4096  # the order is computed in blocks of this many samples, which makes it nearly free
+_ORDER_BLOCK = 4096  # computing the order of this many samples at once makes its cost per sample negligible
 
 
 @runtime_checkable
 class MapDataset(Protocol):
+    """A dataset with a length whose samples are read by index."""
+
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """One sample."""
+        """Returns one sample."""
 
 
 Dataset = MapDataset | OrderedStream | ShardedStream
 
 
-class Part(NamedTuple):
-    """What one rank takes of a step."""
+class RankStep(NamedTuple):
+    """One rank's samples of a step."""
 
     step_size: int
-    """The samples of all ranks; smaller than asked for only where a stream ends."""
-    micro_batches: list[list[Key]]
-    """As many on every rank; the last may be short or empty."""
-    spare: list[Key]
-    """What to put into an empty one."""
+    """The number of samples of all ranks; smaller than the requested size only where a stream ends."""
+    micro_batches: list[list[SampleKey]]
+    """Every rank has the same number of micro-batches; the last one may be short or empty."""
+    filler: list[SampleKey]
+    """Samples to repeat in an empty micro-batch."""
 
 
 class Reader(Protocol):
-    """What the loader needs of a source of samples. Steps are asked for in order and read in order."""
+    """What the loader needs from a source of samples. It plans the steps in order and fetches them in order."""
 
-    def part(self, position: int, step_size: int, batch_size: int) -> Part:
-        """This rank's part of the step that starts at `position`."""
+    def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
+        """Returns this rank's samples of the step that starts at `position`."""
 
-    def fetch(self, keys: list[Key]) -> list[Any]:
-        """The samples."""
+    def fetch(self, keys: list[SampleKey]) -> list[Any]:
+        """Returns the samples with these keys, which must belong to the step that was planned last."""
 
 
 def open_reader(dataset: Dataset, start: int, seed: int, shuffle: bool, data_rank: int, data_size: int) -> Reader:
+    """Returns the reader for this kind of dataset, at global position `start`."""
     if isinstance(dataset, MapDataset):
         return MapReader(dataset, seed, shuffle, data_rank, data_size)
     if isinstance(dataset, ShardedStream):
@@ -59,13 +62,13 @@ def open_reader(dataset: Dataset, start: int, seed: int, shuffle: bool, data_ran
     return OrderedReader(dataset, start, data_rank, data_size)
 
 
-def _deal(step: list[Key], batch_size: int, data_size: int, data_rank: int) -> Part:
-    slots = share(len(step), batch_size, data_size, data_rank)
-    return Part(len(step), [step[slot.start : slot.stop] for slot in slots], step[:batch_size])
+def _split_step(keys: list[SampleKey], batch_size: int, data_size: int, data_rank: int) -> RankStep:
+    slices = micro_batch_slices(len(keys), batch_size, data_size, data_rank)
+    return RankStep(len(keys), [keys[one.start : one.stop] for one in slices], keys[:batch_size])
 
 
 class MapReader:
-    """Reads a dataset by index, each sample under random generators that follow from (seed, epoch, id).
+    """Reads a dataset by index. Seeds the random generators for every sample from (seed, epoch, id).
 
     Seeding costs microseconds per sample, so it stops if the first micro-batch drew no random numbers.
     """
@@ -73,30 +76,30 @@ class MapReader:
     def __init__(self, dataset: MapDataset, seed: int, shuffle: bool, data_rank: int, data_size: int):
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._rank, self._size = data_rank, data_size
-        self._order: list[Key] = []
+        self._order: list[SampleKey] = []
         self._order_start = 0
-        self._draws: bool | None = None  # unknown until the first fetch
+        self._draws_random: bool | None = None  # unknown until the first fetch
 
-    def part(self, position: int, step_size: int, batch_size: int) -> Part:
+    def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         first = position - self._order_start
         if not 0 <= first <= first + step_size <= len(self._order):
-            count = max(step_size, _LOOK_AHEAD)
+            count = max(step_size, _ORDER_BLOCK)
             self._order = samples_at(position, count, len(self._dataset), self._seed, self._shuffle)
             self._order_start, first = position, 0
-        return _deal(self._order[first : first + step_size], batch_size, self._size, self._rank)
+        return _split_step(self._order[first : first + step_size], batch_size, self._size, self._rank)
 
-    def fetch(self, keys: list[Key]) -> list[Any]:
-        if self._draws is False:
+    def fetch(self, keys: list[SampleKey]) -> list[Any]:
+        if self._draws_random is False:
             return [self._dataset[i] for _, i in keys]
         python_state, numpy_state = random.getstate(), np.random.get_state()
-        samples, draws = [], bool(self._draws)
+        samples, draws_random = [], bool(self._draws_random)
         for epoch, i in keys:
             _seed_generators(mix(self._seed, "sample", epoch, i))
-            before = None if draws else _generator_states()
+            before = None if draws_random else _generator_states()
             samples.append(self._dataset[i])
-            draws = draws or before != _generator_states()
-        self._draws = draws
-        random.setstate(python_state)  # torch's is not put back: training seeds it before each micro-batch
+            draws_random = draws_random or before != _generator_states()
+        self._draws_random = draws_random
+        random.setstate(python_state)  # torch's state is not restored: training seeds it before each micro-batch
         np.random.set_state(numpy_state)
         return samples
 
@@ -113,64 +116,66 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 class OrderedReader:
-    """Reads the whole slice of each step and keeps what this rank needs of it."""
+    """Reads all samples of each step and keeps those that this rank needs."""
 
     def __init__(self, stream: OrderedStream, start: int, data_rank: int, data_size: int):
         self._samples = stream.open(start)
         self._rank, self._size = data_rank, data_size
-        self._kept: dict[int, Any] = {}
+        self._sample_at: dict[int, Any] = {}  # by position
 
-    def part(self, position: int, step_size: int, batch_size: int) -> Part:
-        slots = share(step_size, batch_size, self._size, self._rank)
-        wanted = set(range(batch_size)).union(*slots)  # the first ones in case a micro-batch has to be filled
-        self._kept, end = {}, position
-        for place, sample in enumerate(islice(self._samples, step_size)):
-            if place in wanted:
-                self._kept[end] = sample
+    def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
+        slices = micro_batch_slices(step_size, batch_size, self._size, self._rank)
+        needed = set(range(batch_size)).union(*slices)  # the first batch_size samples are the filler
+        self._sample_at, end = {}, position
+        for offset, sample in enumerate(islice(self._samples, step_size)):
+            if offset in needed:
+                self._sample_at[end] = sample
             end += 1
-        return _deal([(0, i) for i in range(position, end)], batch_size, self._size, self._rank)
+        return _split_step([(0, i) for i in range(position, end)], batch_size, self._size, self._rank)
 
-    def fetch(self, keys: list[Key]) -> list[Any]:
-        return [self._kept[i] for _, i in keys]
+    def fetch(self, keys: list[SampleKey]) -> list[Any]:
+        return [self._sample_at[i] for _, i in keys]
 
 
 class ShardedReader:
-    """Reads only the shards whose number is this rank modulo the number of ranks, each strictly forward."""
+    """Reads only the shards whose number modulo the number of ranks is this rank, each strictly forward."""
 
     def __init__(self, stream: ShardedStream, data_rank: int, data_size: int):
         shards = stream.num_shards
         if shards < 1 or shards % data_size:
             raise UserError(
-                f"train_data: {shards} shards cannot be dealt equally to {data_size} data-parallel ranks "
+                f"train_data: its {shards} shards cannot be divided equally among {data_size} data-parallel ranks "
                 f"({shards} = {shards // data_size} × {data_size} + {shards % data_size}); "
                 f"set num_shards to a multiple of {data_size}"
             )
         self._stream, self._rank, self._size = stream, data_rank, data_size
-        self._open: dict[int, Iterator[Any]] = {}
-        self._last: dict[int, tuple[int, Any]] = {}  # per shard: offset and value of the sample read last
+        self._iterators: dict[int, Iterator[Any]] = {}  # by shard
+        self._last_read: dict[int, tuple[int, Any]] = {}  # by shard: the offset of the last sample, and the sample
 
-    def part(self, position: int, step_size: int, batch_size: int) -> Part:
-        first = position + (self._rank - position) % self._size  # shard % ranks is position % ranks
+    def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
+        # num_shards is a multiple of the ranks, so a sample's shard belongs to rank position % ranks.
+        first = position + (self._rank - position) % self._size
         keys = [(0, i) for i in range(first, position + step_size, self._size)]
         num_micro_batches = -(-step_size // (batch_size * self._size))
         starts = range(0, num_micro_batches * batch_size, batch_size)
-        # An empty micro-batch repeats the last sample, or looks one ahead, since a shard is not read backwards.
-        return Part(step_size, [keys[start : start + batch_size] for start in starts], keys[-1:] or [(0, first)])
+        # The filler is the last sample, or else the next one, because a shard is never read backwards.
+        return RankStep(step_size, [keys[start : start + batch_size] for start in starts], keys[-1:] or [(0, first)])
 
-    def fetch(self, keys: list[Key]) -> list[Any]:
+    def fetch(self, keys: list[SampleKey]) -> list[Any]:
         return [self._read(*divmod(position, self._stream.num_shards)) for _, position in keys]
 
     def _read(self, offset: int, shard: int) -> Any:
-        if shard not in self._open:
-            self._open[shard] = self._stream.open(shard, offset)
-            self._last[shard] = (offset - 1, None)
-        read, sample = self._last[shard]
+        if shard not in self._iterators:
+            self._iterators[shard] = self._stream.open(shard, offset)
+            self._last_read[shard] = (offset - 1, None)
+        last_offset, sample = self._last_read[shard]
         try:
-            for _ in range(offset - read):
-                sample = next(self._open[shard])
+            for _ in range(offset - last_offset):
+                sample = next(self._iterators[shard])
         except StopIteration:
             raise UserError(
-                f"train_data: shard {shard} ended before item {offset}; a shard must start over at its end"
+                f"train_data: shard {shard} ended before its item {offset}; a shard must be endless, so start over at "
+                "its end"
             ) from None
-        self._last[shard] = (offset, sample)
+        self._last_read[shard] = (offset, sample)
         return sample

@@ -1,7 +1,8 @@
-"""Datasets without a length: what a stream has to offer.
+"""Datasets without a length: the methods that a stream must have so that shoal can resume it.
 
-A stream's position is one count of samples over all ranks, as with any dataset, so it can be resumed on another
-number of ranks. Its epoch is always 0, a sample's id is its global position, and shuffling is its own affair.
+The position in a stream is the number of samples that all ranks together have consumed, as with any dataset, so a run
+can be resumed on another number of ranks. The epoch of a sample is always 0 and its id is its global position. A stream
+shuffles itself, if it wants to.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class OrderedStream(Protocol):
-    """One global order that every rank reads in full, keeping its own. It may end, and then the run does too."""
+    """A stream with one global order. Every rank reads all of it and keeps only its own samples.
+
+    The stream may end; the run then ends too.
+    """
 
     def open(self, start: int) -> Iterator[Any]:
-        """The samples from global position `start` on."""
+        """Returns the samples from global position `start` on."""
 
 
 @runtime_checkable
 class ShardedStream(Protocol):
-    """Endless shards dealt out in turn: global position p is item p // num_shards of shard p % num_shards.
+    """A stream of endless shards, read in turn: global position p is item p // num_shards of shard p % num_shards.
 
-    A rank opens only its own shards, so `num_shards` has to be a multiple of the data-parallel size.
+    A rank opens only its own shards, so `num_shards` must be a multiple of the data-parallel size.
     """
 
     num_shards: int
 
     def open(self, shard: int, offset: int) -> Iterator[Any]:
-        """The samples of one shard from its item `offset` on, without end."""
+        """Returns the samples of one shard from item `offset` on; the iterator must not end."""

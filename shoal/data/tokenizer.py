@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes as they are, or a tokenizer.json through the `tokenizers` package."""
+"""Tokenizers: every byte is a token, or a tokenizer.json through the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 class Tokenizer(Protocol):
+    """Converts text to token ids and back."""
+
     vocab_size: int
     eos: int | None
-    """The id that ends a document; None if the tokenizer has none that we know."""
+    """The id that ends a document; None if the tokenizer has no end-of-text token that shoal knows."""
     identity: str
-    """Equal for tokenizers that encode alike."""
+    """A text that is equal for tokenizers that encode equally."""
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
-        """The ids of the tokens; bytes have to be UTF-8, but for the tokenizer `bytes`."""
+        """Returns token ids. Bytes must be UTF-8, except for the tokenizer `bytes`."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these tokens."""
+        """Returns the text of these token ids."""
 
 
 class ByteTokenizer:
-    """Every byte is a token, so any file will do, and nothing has to be downloaded. Byte 0 ends a document."""
+    """Makes every byte a token, so that it reads any file and needs no download. Byte 0 ends a document."""
 
     vocab_size = 256
     eos: int | None = 0
@@ -44,12 +46,12 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizers.Tokenizer`. Special tokens are not added; the end of a document is the caller's to mark."""
+    """Wraps a `tokenizers.Tokenizer`. It adds no special tokens; the caller marks the end of a document."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  # not the number of tokens: ids may have gaps
+        self.vocab_size = max(vocabulary.values()) + 1  # not the number of tokens, because ids may have gaps
         self.eos: int | None = next((vocabulary[token] for token in _EOS_TOKENS if token in vocabulary), None)
         self.identity: str = tokenizer.to_str()
 
@@ -62,13 +64,13 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, the path of a tokenizer.json, or the name of a repository on the Hugging Face Hub that has one."""
+    """Loads a tokenizer: `bytes`, the path of a tokenizer.json, or a Hugging Face Hub repository that has one."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     is_local = path.exists()
     if name.endswith(".json") and not is_local:
-        raise UserError(f"dataset.tokenizer: there is no file {name}")
+        raise UserError(f"dataset.tokenizer = {name!r}: this file does not exist; correct the path")
     with hub("dataset.tokenizer", name, "tokenizers", local=is_local) as tokenizers:
         if is_local:
             file = path / "tokenizer.json" if path.is_dir() else path

@@ -1,1 +1,1 @@
-"""Models that shoal ships: plain single-device PyTorch that knows nothing of ranks."""
+"""Models that shoal ships, as plain single-device PyTorch code without any distributed code."""

@@ -1,7 +1,7 @@
-"""Attention for transformers models in which every token sees all earlier ones and nothing else.
+"""Causal attention without masks, for transformers models in which every token attends to all earlier tokens.
 
-transformers makes a mask for each forward, and to find out that none is needed it looks at the positions, for which the
-host waits for the GPU. Where the answer is known beforehand, the models get attention without masks under this name.
+transformers builds a mask in each forward. To find out that no mask is needed it reads the positions, and the host has
+to wait for the GPU. If the configuration already says that the mask is causal, models get this attention instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ NAME = "shoal_causal"
 
 
 def use_causal_attention(model: nn.Module) -> None:
-    """Gives a transformers model attention without masks, if it would have used sdpa with the causal one."""
+    """Gives a transformers model attention without masks, if the model would use sdpa with a causal mask."""
     from transformers import AttentionInterface
 
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     causal = attentions and all(module.is_causal for module in attentions)
-    # A second model of the same configuration finds the name in it already.
-    if config._attn_implementation in ("sdpa", NAME) and causal and _sees_everything(config):
+    # A second model with the same config object finds our name in it.
+    if config._attn_implementation in ("sdpa", NAME) and causal and _attends_to_all_earlier_tokens(config):
         if NAME not in AttentionInterface():
             AttentionInterface.register(NAME, _without_masks(AttentionInterface()["sdpa"]))
         model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -30,22 +30,22 @@ def use_causal_attention(model: nn.Module) -> None:
             module.exchange = None  # type: ignore[assignment]
 
 
-def _sees_everything(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return set(kinds) == {"full_attention"}
+def _attends_to_all_earlier_tokens(config: Any) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return set(layer_types) == {"full_attention"}
     return not getattr(config, "sliding_window", None) and not getattr(config, "attention_chunk_size", None)
 
 
 def _without_masks(sdpa: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
-    """The attention that is registered. It knows `sdpa` beforehand: looked up in a forward, it would be an import in
-    the midst of what torch.compile traces."""
+    """Returns the attention function to register. It gets `sdpa` as an argument, because looking it up in the forward
+    would need an import, which can break the graph of torch.compile."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        """Heads are (batch, head, time, size); what comes back is (batch, time, head, size)."""
-        # Under context parallelism ranks have some tokens, and exchange them for some heads.
+        """Takes (batch, heads, time, size) and returns (batch, time, heads, size)."""
+        # Under context parallelism a rank has some of the tokens; it exchanges them for all tokens of some heads.
         exchange = getattr(module, "exchange", None)
         if exchange is not None:
             query, key, value = (exchange.to_heads(tensor) for tensor in (query, key, value))

@@ -1,1 +1,1 @@
-"""What a run tells the world: metrics to loggers, progress to the terminal, profiles, FLOPs and memory."""
+"""What a run reports: metrics for loggers, progress on the terminal, profiles, FLOPs and memory."""

@@ -1,4 +1,4 @@
-"""What a model asks for and what a device can give: together, model FLOPs utilisation."""
+"""The FLOPs that a model needs and the FLOP/s that a device can do: together, model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.tensors import map_tensors
 
-# Dense TFLOP/s as the makers state them (no sparsity; consumer cards with fp32 accumulation); only the H200's row was
-# checked against a datasheet's figures. A row holds for a device whose name has all its words; the first one counts.
+# Dense TFLOP/s as the manufacturers state them (without sparsity; consumer cards with fp32 accumulation). Only the row
+# of the H200 was checked against a datasheet. The first row whose words are all in the device's name applies.
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     ("H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
@@ -33,33 +33,34 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", {"fp16": 125, "fp32": 15.7}),
     ("T4", {"fp16": 65, "fp32": 8.1}),
 )
-_OTHER_CHIPS = {"MIG", "TI", "D", "LAPTOP"}  # a slice of a device, or a slower one under the same number
+_UNKNOWN_VARIANTS = {"MIG", "TI", "D", "LAPTOP"}  # a slice of a device, or another chip with the same number
 
 
 def peak_flops(device: torch.device | str, precision: str) -> float | None:
-    """FLOP/s of the device in bf16, fp16, tf32 or fp32; None where no datasheet figure is known."""
+    """Returns the FLOP/s of the device in bf16, fp16, tf32, fp32 or fp8, or None if the table has no figure for it."""
     if torch.device(device).type != "cuda":
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
     rows = [row for name, row in _PEAK_TFLOPS if words.issuperset(name.upper().split())]
-    known = rows and not words & _OTHER_CHIPS
+    known = rows and not words & _UNKNOWN_VARIANTS
     tflops = rows[0].get(precision) if known else None
     return tflops and tflops * 1e12
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module | None:
-    """A copy that has shapes and no memory; None if the model cannot be copied."""
-    # deepcopy takes what its memo holds, so not even for a moment is there a second set of weights.
+    """Returns a copy of the model on the meta device (shapes without memory), or None if it cannot be copied."""
+    # deepcopy uses the tensors in its memo instead of copying, so there is never a second set of weights in memory.
     memo: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     try:
         return copy.deepcopy(model, memo)
-    except Exception:  # foreign modules refuse in their own ways, and an estimate must not end a run
+    except Exception:  # modules of other libraries may raise anything, and an estimate must not end a run
         return None
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's own, but for attention with fewer key and value heads than queries, which torch 2.11 refuses to count."""
+    """Returns torch's FLOP counter with our own formulas for attention: torch 2.11 refuses to count attention that has
+    fewer key and value heads than query heads."""
     formulas = {
         operator: flops
         for kind in _ATTENTIONS
@@ -67,12 +68,13 @@ def flop_counter() -> FlopCounterMode:
         if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{ending}", None))
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
     return counter
 
 
-class _NoModules(nullcontext[None]):
-    """Instead of telling modules apart, by hooks that a backward in halves cannot run."""
+class _NoModuleTracker(nullcontext[None]):
+    """Replaces torch's module tracker: we need only the total, and the tracker's hooks fail in a backward that is split
+    into input and weight gradients (the pipeline schedule zbv)."""
 
     parents = frozenset({"Global"})
 
@@ -81,30 +83,30 @@ _ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "fla
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products over all pairs of positions. Shapes are (batch, heads, time, size)."""
+    """Counts two matrix products over all pairs of positions. Shapes are (batch, heads, time, size)."""
     batch, heads, queries, size = query
     return 2 * batch * heads * queries * key[-2] * (size + value[-1])
 
 
 def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Five products: the scores once more, and the gradients of scores, queries, keys and values."""
+    """Counts five matrix products: the scores again, and the gradients of scores, queries, keys and values."""
     batch, heads, queries, size = query
     return 2 * batch * heads * queries * key[-2] * (3 * size + 2 * value[-1])
 
 
 def count_forward_flops(forward: Callable[[], object]) -> int | None:
-    """FLOPs of a call of a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
+    """Returns the FLOPs of calling a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
 
-    None when the model cannot run on shapes alone, for instance because its control flow depends on values.
+    Returns None if the model cannot run on shapes alone, for example because its control flow depends on values.
     """
     try:
         with torch.no_grad(), flop_counter() as counter:
             forward()
-    except Exception:  # foreign kernels fail on meta in their own ways, too
+    except Exception:  # kernels of other libraries may raise anything on meta
         return None
     return counter.get_total_flops()
 
 
 def tree_to_meta(tree: Any) -> Any:
-    """The same nesting of dicts, lists and tuples with tensors that have a shape and no values."""
+    """Returns the same nesting of dicts, lists and tuples with all tensors on the meta device."""
     return map_tensors(lambda tensor: tensor.to("meta"), tree)

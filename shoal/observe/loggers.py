@@ -1,7 +1,7 @@
-"""Where metrics go: JSONL, TensorBoard, Weights & Biases, MLflow.
+"""Loggers for metrics: JSONL, TensorBoard, Weights & Biases, MLflow.
 
-A run that resumes from step k does the steps after k again. No logger shows such a step twice: JSONL and
-TensorBoard forget what they had after k; W&B and MLflow only append, so there the first record stands.
+A run that resumes from step k repeats the steps after k. No logger shows such a step twice: for JSONL and TensorBoard
+the old records after k are removed; W&B and MLflow only append, so there the first record of a step is kept.
 """
 
 from __future__ import annotations
@@ -23,46 +23,48 @@ from typing import Any, Protocol
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError
-from shoal.observe.patient_file import PatientFile
+from shoal.observe.retrying_file import RetryingFile
 
 _warnings = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
+    """Records the metrics and texts of a run."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records numbers by name."""
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Records a text, such as a sample of what the model writes."""
+        """Records a text, such as a sample that the model generated."""
 
     def close(self) -> None:
-        """Writes what is left and lets go of the file or the service."""
+        """Writes what is left and closes the file or the connection."""
 
 
 class Loggers:
-    """All loggers of a run as one. Training outlives them: one that fails is dropped with a warning."""
+    """All loggers of a run as one. A logger that fails is dropped with a warning, and training continues."""
 
     def __init__(self, loggers: Sequence[Logger] = ()):
         self._loggers = list(loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._each(f"step {step}", lambda logger: logger.log(step, metrics))
+        self._for_each(f"step {step}", lambda logger: logger.log(step, metrics))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        self._each(f"step {step}", lambda logger: logger.text(step, tag, text))
+        self._for_each(f"step {step}", lambda logger: logger.text(step, tag, text))
 
     def close(self) -> None:
-        self._each("the end", lambda logger: logger.close())
+        self._for_each("the end", lambda logger: logger.close())
         self._loggers.clear()
 
-    def _each(self, when: str, call: Callable[[Logger], None]) -> None:
+    def _for_each(self, when: str, call: Callable[[Logger], None]) -> None:
         for logger in tuple(self._loggers):
             try:
                 call(logger)
             except Exception as error:
                 self._loggers.remove(logger)
                 _warnings.warning(
-                    "%s stopped at %s and training goes on: %s", type(logger).__name__, when, _one_line(error)
+                    "%s failed at %s and is off; training continues: %s", type(logger).__name__, when, _one_line(error)
                 )
 
 
@@ -74,15 +76,16 @@ def open_loggers(
     resume_step: int,
     evaluates_again: bool = False,
 ) -> Loggers:
-    """The loggers that `config` asks for; call it on the main process only.
+    """Opens the loggers that `config` chooses. Call it on rank 0 only.
 
-    `settings` is the resolved config to record with the run. `resume_step` is the last step that stands:
-    0 starts every logger anew. With `evaluates_again` its evaluation does not.
+    `settings` is the resolved config, which is recorded with the run. Records up to `resume_step` are kept; 0 starts
+    every logger from the beginning. With `evaluates_again` the run evaluates again at `resume_step`, so that the old
+    evaluation of that step is not kept.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     services: Any = ((config.wandb, WandbConfig, WandbLogger), (config.mlflow, MlflowConfig, MlflowLogger))
     files = ((config.jsonl, JsonlLogger), (config.tensorboard, TensorBoardLogger))
-    loggers: list[Logger] = [  # services first: one that cannot be reached stops the run before files change
+    loggers: list[Logger] = [  # services first: if one cannot be reached, the run stops before any file has changed
         logger(defaults() if service is True else service, output_dir, name, settings, resume_step)
         for service, defaults, logger in services
         if service
@@ -91,22 +94,23 @@ def open_loggers(
         loggers += [logger(output_dir, resume_step, evaluates_again) for chosen, logger in files if chosen]
     except OSError as error:
         raise UserError(
-            f"experiment.output_dir = {str(output_dir)!r}: its log cannot be written: {error.strerror}"
+            f"experiment.output_dir = {str(output_dir)!r}: log files cannot be written there: {error.strerror}; use "
+            "another folder"
         ) from None
     return Loggers(loggers)
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, one object a line. NaN and infinities are the strings "nan", "inf" and "-inf".
+    """Writes `metrics.jsonl`, one object per line. NaN and infinities become the strings "nan", "inf" and "-inf".
 
-    Strict JSON has no such numbers, and `float(value)` reads every value back.
+    Strict JSON has no such numbers, and `float(value)` reads both numbers and these strings.
     """
 
     def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
         path = output_dir / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if resume_step and path.exists() else []
-        _replace(path, b"".join(line for line in lines if _stands(line, resume_step, evaluates_again)))
-        self._file = PatientFile(path)
+        _replace(path, b"".join(line for line in lines if _is_kept(line, resume_step, evaluates_again)))
+        self._file = RetryingFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
@@ -123,32 +127,35 @@ class JsonlLogger:
         self._file.flush()
 
 
-def _stands(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
-    """Whether a line is whole and will not be written again. A process killed while writing leaves a torn one."""
+def _is_kept(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
+    """Returns whether a line is complete and will not be written again. A process that was killed while it wrote leaves
+    an incomplete line."""
     try:
         row = json.loads(line)
-        return line.endswith(b"\n") and not _is_redone(row["step"], row, resume_step, evaluates_again)
+        return line.endswith(b"\n") and not _is_repeated(row["step"], row, resume_step, evaluates_again)
     except (ValueError, KeyError, TypeError):
         return False
 
 
-def _is_redone(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
-    """Whether a run that goes on from `resume_step` will write this record again."""
-    of_training = any(name.startswith("train/") for name in names)
-    return step > resume_step or (step == resume_step and evaluates_again and not of_training)
+def _is_repeated(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
+    """Returns whether a run that resumes from `resume_step` will write this record again."""
+    is_training = any(name.startswith("train/") for name in names)
+    return step > resume_step or (step == resume_step and evaluates_again and not is_training)
 
 
 def _replace(path: Path, content: bytes | bytearray) -> None:
-    """Replaces a file at once, so that a process that is killed leaves the old one or the new one."""
-    beside = path.with_name("rewritten")
-    with beside.open("wb") as file:
+    """Replaces a file atomically, so that a process that is killed leaves the old file or the new one."""
+    temporary = path.with_name("rewritten")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 class TensorBoardLogger:
+    """Writes event files into `tensorboard/`."""
+
     def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -157,11 +164,11 @@ class TensorBoardLogger:
         folder.mkdir(parents=True, exist_ok=True)
         files = sorted(folder.glob("*tfevents*"))
         for path in files:
-            _forget_after(resume_step, evaluates_again, path)
-        # Readers take the files of a folder in the order of their names.
+            _drop_repeated_events(resume_step, evaluates_again, path)
+        # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{len(files)}"
-        self._records = RecordWriter(PatientFile(folder / name))
-        # Whoever is looking just now forgets what it has read from this step on; 0 is all of an earlier run.
+        self._records = RecordWriter(RetryingFile(folder / name))
+        # Makes an open TensorBoard drop what it has read from this step on; step 0 drops all of an earlier run.
         step = resume_step + 1 if resume_step else 0
         self._write(0, file_version="brain.Event:2")
         self._write(step, session_log=SessionLog(status=SessionLog.START))
@@ -181,17 +188,17 @@ class TensorBoardLogger:
         self._records.close()
 
     def _write(self, step: int, **content: Any) -> None:
-        """At once, so that a step is on the disk before its checkpoint is."""
+        """Writes an event to disk immediately, so that a step is logged before its checkpoint is saved."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._records.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
         self._records.flush()
 
 
-def _forget_after(resume_step: int, evaluates_again: bool, path: Path) -> None:
-    """Takes what is redone out of an event file, and what a process that was killed had half written.
+def _drop_repeated_events(resume_step: int, evaluates_again: bool, path: Path) -> None:
+    """Removes from an event file what the resumed run will write again, and an incomplete event at its end.
 
-    `purge_step` alone is not enough: not every reader knows it, and none applies it to texts.
+    TensorBoard's `purge_step` is not enough: not every reader knows it, and no reader applies it to texts.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
@@ -199,20 +206,22 @@ def _forget_after(resume_step: int, evaluates_again: bool, path: Path) -> None:
     data = path.read_bytes()
     kept, start = bytearray(), 0
     try:
-        # An event is framed by 16 bytes: its length, the length's digest, and after the event the event's digest.
+        # 16 bytes surround an event: its length (8), a checksum of the length (4), and a checksum after the event (4).
         while (end := start + 16 + int.from_bytes(data[start : start + 8], "little")) <= len(data):
             event = Event.FromString(data[start + 12 : end - 4])
             tags = (value.tag for value in event.summary.value)
-            if not event.HasField("summary") or not _is_redone(event.step, tags, resume_step, evaluates_again):
+            if not event.HasField("summary") or not _is_repeated(event.step, tags, resume_step, evaluates_again):
                 kept += data[start:end]
             start = end
-    except DecodeError:  # not ours; readers will stop there too
+    except DecodeError:  # another program wrote this file; readers stop there too
         return
     if kept and kept != data:
         _replace(path, kept)
 
 
 class WandbLogger:
+    """Sends metrics to Weights & Biases, or writes an offline run."""
+
     def __init__(self, config: WandbConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int):
         wandb = _import("wandb")
         id_file = output_dir / "wandb_run_id"
@@ -227,11 +236,11 @@ class WandbLogger:
                 resume="allow",
                 dir=str(output_dir),
                 config=dict(settings),
-                settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to our own console
+                settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to shoal's console
             )
         except Exception as error:
-            hint = "log in with `wandb login`, or set logging.wandb.mode=offline"
-            raise UserError(f"logging.wandb.mode={config.mode} failed: {_one_line(error)}; {hint}") from error
+            hint = "run `wandb login`, or set logging.wandb.mode=offline"
+            raise UserError(f"logging.wandb.mode = {config.mode}: {_one_line(error)}; {hint}") from error
         id_file.write_text(run_id)
         self._html = wandb.Html
         self._first_new_step = self._run.step  # W&B refuses steps it already has
@@ -248,7 +257,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Sends from a thread of its own: a slow or dead server must not hold up a training step."""
+    """Sends metrics to MLflow from a separate thread, so that a slow or dead server does not delay training."""
 
     def __init__(
         self, config: MlflowConfig, output_dir: Path, name: str, settings: Mapping[str, Any], resume_step: int
@@ -274,8 +283,8 @@ class MlflowLogger:
                 for start in range(0, len(params), 100):  # MLflow's limit per call
                     client.log_batch(self._run_id, params=params[start : start + 100])
         except Exception as error:
-            hint = "give a server, or a database that the full mlflow package opens"
-            raise UserError(f"logging.mlflow.tracking_uri={uri} failed: {_one_line(error)}; {hint}") from error
+            hint = "use the address of a server, or of a database that the full mlflow package can open"
+            raise UserError(f"logging.mlflow.tracking_uri = {uri}: {_one_line(error)}; {hint}") from error
         id_file.write_text(self._run_id)
         self._metric = mlflow.entities.Metric
         self._error: Exception | None = None
@@ -297,7 +306,7 @@ class MlflowLogger:
         self._calls.put(None)
         self._sender.join(timeout=60)
         if self._error or self._sender.is_alive():
-            raise self._error or TimeoutError("the last metrics were not sent within 60 seconds")
+            raise self._error or TimeoutError("the last metrics could not be sent within 60 seconds")
 
     def _enqueue(self, call: Callable[[], object]) -> None:
         if self._error:
@@ -308,7 +317,7 @@ class MlflowLogger:
         try:
             while call := self._calls.get():
                 call()
-        except Exception as error:  # raised in the main thread by the next call
+        except Exception as error:  # the next call raises it in the main thread
             self._error = error
 
 
@@ -317,15 +326,17 @@ def _import(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise UserError(
-            f"logging.{package} is on but {package} is not installed: pip install shoal[{package}]"
+            f"logging.{package} is on, but the package {package} is not installed; run `pip install shoal[{package}]`"
         ) from None
 
 
 def _known_run(id_file: Path, resume_step: int) -> str | None:
+    """Returns the id that the service gave to this run before, if the run resumes."""
     return id_file.read_text().strip() if resume_step and id_file.exists() else None
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested sections by dotted names, such as `training.learning_rate`."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")

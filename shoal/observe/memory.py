@@ -1,4 +1,4 @@
-"""How much memory a rank uses."""
+"""The memory that a rank uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _GIB = 2**30
 
 
 def memory_gib(device: torch.device | str) -> float:
-    """The most a GPU has had allocated so far; on the CPU, what the process holds now.
+    """Returns the peak of allocated GPU memory, or on the CPU the memory that the process holds now.
 
-    Only Linux tells a process its present size cheaply; elsewhere it is the peak.
+    Only Linux reports the present size of a process cheaply; on other systems this is the peak.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB

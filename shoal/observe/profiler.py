@@ -1,4 +1,4 @@
-"""A torch.profiler trace of the steps that the config names."""
+"""A torch.profiler trace of the steps that `logging.profile` chooses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.config.schema import ProfileConfig
 
 
 class Profiler:
-    """Call `step(n)` as step n begins, and `close()` at the end. Without a config it does nothing.
+    """Records the chosen steps. Call `step(n)` when step n begins, and `close()` at the end.
 
-    Writes `profile/trace_step_<first>-<last>.json` for chrome://tracing or Perfetto, where each step is a
-    span named `step <n>`, and `profile/summary.txt`.
+    Writes `profile/trace_step_<first>-<last>.json` for chrome://tracing or Perfetto, in which each step is a span named
+    `step <n>`, and `profile/summary.txt`. Without a config it does nothing.
     """
 
     def __init__(self, config: ProfileConfig | None, output_dir: Path):
@@ -26,14 +26,15 @@ class Profiler:
         self._span = ExitStack()
 
     def step(self, step: int) -> None:
+        """Starts, continues or ends the recording as step `step` begins."""
         if step < self._next_step:
             return
-        if step >= self._end_step:  # also at once, when a resumed run is already past the chosen steps
+        if step >= self._end_step:  # also if a resumed run starts after the chosen steps
             self.close()
             return
         if self._profile is None:
             self._first_step = step
-            # Of the CPU, and of the accelerator if there is one.
+            # By default torch records the CPU, and the accelerator if there is one.
             self._profile = profile(record_shapes=True, acc_events=True)
             self._profile.start()
         self._span.close()
@@ -41,15 +42,16 @@ class Profiler:
         self._last_step, self._next_step = step, step + 1
 
     def close(self) -> None:
+        """Ends the recording, if there is one, and writes the files."""
         self._next_step = math.inf
         if self._profile is None:
             return
         self._span.close()
-        done, self._profile = self._profile, None
-        done.stop()
+        finished, self._profile = self._profile, None
+        finished.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        done.export_chrome_trace(str(self._folder / f"trace_step_{self._first_step}-{self._last_step}.json"))
-        averages = done.key_averages()
+        finished.export_chrome_trace(str(self._folder / f"trace_step_{self._first_step}-{self._last_step}.json"))
+        averages = finished.key_averages()
         on_device = any(event.device_time_total > 0 for event in averages)
         table = averages.table(sort_by="device_time_total" if on_device else "cpu_time_total", row_limit=50)
         (self._folder / "summary.txt").write_text(table + "\n")

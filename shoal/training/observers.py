@@ -9,8 +9,8 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.observe.console import Console
 from shoal.observe.loggers import Loggers, open_loggers
-from shoal.observe.patient_file import PatientFile
 from shoal.observe.profiler import Profiler
+from shoal.observe.retrying_file import RetryingFile
 from shoal.training.loaders import Loaders
 from shoal.training.meter import Meter
 from shoal.training.resume import Progress
@@ -69,7 +69,7 @@ def open_observers(
     profiler = resources.enter_context(closing(Profiler(logging.profile if speaks else None, folder)))
     log = None
     if speaks and strategy.world_size > 1:  # the other ranks write all of their output to their own log
-        log = resources.enter_context(closing(PatientFile(folder / "logs" / "rank_0.log")))
+        log = resources.enter_context(closing(RetryingFile(folder / "logs" / "rank_0.log")))
     mode = logging.console if speaks else "off"
     console = resources.enter_context(Console(mode, step, loaders.total_steps, copy=log))
     return Observers(meter, profiler, loggers, console)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from types import MappingProxyType
+from typing import Any
 
 from shoal.config import Run, check_run, derive_batches
 from shoal.config.batch import accumulation
-from shoal.config.deepspeed_json import fit_file
-from shoal.config.mesh import DIMENSIONS, data_size, fill_mesh, micro_batches_needed, say_mesh
+from shoal.config.layout import Layout, layout_of
+from shoal.config.mesh import data_size, micro_batches_needed, say_mesh
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
@@ -29,7 +30,7 @@ OWN = "own"
 class Candidate:
     name: str
     about: str
-    changes: Mapping[str, object]
+    changes: Mapping[str, Any]
     """The keys of `distributed` that make this layout. A side of the mesh that is -1 is what is left of the processes,
     and has to be longer than one."""
 
@@ -86,110 +87,91 @@ LAYOUTS = {
 }
 
 
+def layout_on(run: Run, procs: int) -> Layout:
+    """The layout of a run on so many processes of one machine; on one process if it is `single`."""
+    size = 1 if run.config.distributed.strategy == "single" else procs
+    return layout_of(run.config.training, run.config.distributed, size, size)
+
+
 def own_candidate(run: Run, procs: int) -> Candidate:
     """The config's layout on so many processes, in words as its `about`; UserError if they cannot be it."""
     strategy = run.config.distributed.strategy
     if strategy == "auto":
         strategy = "ddp" if run.config.launch.processes > 1 else "single"
-    resolved = changed(run, {"strategy": strategy})
-    about, zero = wanted = _essence(resolved, procs)
+    layout = layout_on(changed(run, {"strategy": strategy}), procs)
+    about, zero = wanted = _essence(layout)
     for row in LAYOUTS.values():
         with suppress(UserError):  # so many processes cannot be that one
-            if _essence(changed(run, row.changes), procs) == wanted:
+            if _essence(layout_on(changed(run, row.changes), procs)) == wanted:
                 return replace(row, about=about)
     if zero is not None:
         return Candidate(OWN, about, {"zero_stage": None, "offload": None, "deepspeed": zero.model_dump()})
-    return Candidate(OWN, about, {"mesh": mesh_sizes(resolved, procs)})  # all other keys are the config's
+    return Candidate(OWN, about, {"mesh": {**layout.mesh}})  # all other keys are the config's
 
 
-def _essence(run: Run, procs: int) -> tuple[str, DeepSpeedConfig | None]:
+def _essence(layout: Layout) -> tuple[str, DeepSpeedConfig | None]:
     """What makes a layout another one: what can be said of it, and the options of ZeRO."""
-    distributed = run.config.distributed
-    strategy, sharding = distributed.strategy, distributed.fsdp.sharding_strategy
+    strategy, mesh, sharding = layout.strategy, layout.mesh, layout.fsdp.sharding_strategy
     if strategy == "deepspeed":
-        zero, path = distributed.zero, distributed.deepspeed.config_file
-        if path is not None:
-            zero = DeepSpeedConfig(**fit_file(path, run.config.training, procs).options)
-        return f"deepspeed ZeRO-{zero.stage}", zero.model_copy(update={"zero_stage": zero.stage})
-    sizes = mesh_sizes(run, procs)
+        return f"deepspeed ZeRO-{layout.zero.stage}", layout.zero.model_copy(update={"zero_stage": layout.zero.stage})
     is_fsdp, is_mesh = strategy == "fsdp", strategy == "mesh"
     words = {
         f"fsdp {sharding}" if is_fsdp else strategy: True,
-        say_mesh(sizes): is_mesh or (is_fsdp and sharding == "HYBRID_SHARD"),
-        distributed.pipeline.schedule: is_mesh and sizes["pp"] > 1,
-        "sequence parallel": is_mesh and sizes["tp"] > 1 and distributed.tensor.sequence_parallel,
-        sharding: is_mesh and sizes["dp_shard"] * sizes["cp"] > 1 and sharding != "FULL_SHARD",
+        say_mesh(mesh): is_mesh or (is_fsdp and sharding == "HYBRID_SHARD"),
+        layout.schedule: is_mesh and mesh["pp"] > 1,
+        "sequence parallel": layout.sequence_parallel,
+        sharding: is_mesh and mesh["dp_shard"] * mesh["cp"] > 1 and sharding != "FULL_SHARD",
     }
     return ", ".join(word for word, applies in words.items() if applies), None
-
-
-def mesh_sizes(run: Run, procs: int) -> dict[str, int]:
-    """How many ranks lie along each side of the mesh that so many processes are; one process under `single`."""
-    distributed = run.config.distributed
-    strategy, sharding = distributed.strategy, distributed.fsdp.sharding_strategy
-    one = dict.fromkeys(DIMENSIONS, 1)
-    if strategy == "single":
-        return one
-    if strategy in ("ddp", "deepspeed") or (strategy == "fsdp" and sharding == "NO_SHARD"):
-        return {**one, "dp_replicate": procs}
-    if strategy == "fsdp" and sharding != "HYBRID_SHARD":
-        return {**one, "dp_shard": procs}
-    if distributed.mesh is None:
-        raise UserError("without distributed.mesh nothing says who shards and who replicates on one machine; give it")
-    return fill_mesh(distributed.mesh.model_dump(), procs)
 
 
 def why_not(run: Run, candidate: Candidate, procs: int) -> str | None:
     """Why a layout cannot run this config on so many processes, if it cannot."""
     try:
         its_run = changed(run, candidate.changes)
-        sizes, mesh = mesh_sizes(its_run, procs), its_run.config.distributed.mesh
-        strategy, precision = its_run.config.distributed.strategy, its_run.config.training.mixed_precision
-        is_zero = strategy == "deepspeed"
-        reasons = {
-            "it has no weights in half precision": strategy in ("single", "ddp") and _gathers_in_half(run),
-            "it needs the package deepspeed: pip install 'shoal[deepspeed]'": is_zero and not is_installed(),
-            f"it has no {precision}": is_zero and precision not in ("fp32", "bf16", "fp16"),
-            f"{procs} processes leave one of its dimensions empty": (
-                mesh and strategy in ("fsdp", "mesh") and any(size == -1 and sizes[side] < 2 for side, size in mesh)
-            ),
-        }
-        reason = next((reason for reason, applies in reasons.items() if applies), None)
-        return reason or (_why_not_cut(its_run, sizes) if strategy == "mesh" else None)
+        strategy, mesh = its_run.config.distributed.strategy, candidate.changes.get("mesh") or {}
+        if strategy in ("single", "ddp") and (half := _half_weights(run)):
+            return f"{strategy} does not support {half}; use fsdp or bf16"
+        if strategy == "deepspeed" and not is_installed():
+            return "it needs the package deepspeed: pip install 'shoal[deepspeed]'"
+        needed = 2 * prod(size for size in mesh.values() if size != -1)
+        if -1 in mesh.values() and procs < needed:
+            return f"{procs} processes are too few for its mesh; use --procs {needed} or more"
+        layout = layout_on(its_run, procs)
+        return _why_not_cut(its_run, layout) if strategy == "mesh" else None
     except UserError as error:
         return str(error)
 
 
-def _why_not_cut(run: Run, sizes: Mapping[str, int]) -> str | None:
+def _why_not_cut(run: Run, layout: Layout) -> str | None:
     """The same of a mesh, for which the model is built without memory."""
-    training, distributed = run.config.training, run.config.distributed
-    schedule = distributed.pipeline.schedule
-    if schedule == "zbv" and (training.compile or training.loss_chunks > 1):
-        return "a backward that is compiled, or of a loss in chunks, has no halves"
     recipe = run.recipe_type(run.recipe_config)
-    recipe.check_mesh(sizes)
+    recipe.check_mesh(layout.mesh)
     with parameters_on_meta():
         model = recipe.build_model()
     plan = recipe.parallel_plan(model)
-    by_token = sizes["tp"] == 1 or "sequence" in resolve(model, plan).values()
-    if distributed.tensor.sequence_parallel and not by_token:
+    by_token = layout.mesh["tp"] == 1 or "sequence" in resolve(model, plan).values()
+    if layout.sequence_parallel and not by_token:
         return "the plan names no modules that treat every token by itself"
-    if sizes["pp"] > 1:
-        cut(model, plan, count_stages(sizes["pp"], schedule))
-    if sizes["cp"] > 1:
+    if layout.mesh["pp"] > 1:
+        cut(model, plan, count_stages(layout.mesh["pp"], layout.schedule))
+    if layout.mesh["cp"] > 1:
         attentions(model)
     return None
 
 
-def _gathers_in_half(run: Run) -> bool:
-    pure = run.config.training.mixed_precision == "pure_bf16"
-    return pure or (run.config.distributed.fsdp.param_dtype or "fp32") != "fp32"
+def _half_weights(run: Run) -> str | None:
+    """The key that has parameters gathered in half precision, if one does."""
+    precision, dtype = run.config.training.mixed_precision, run.config.distributed.fsdp.param_dtype
+    if precision == "pure_bf16":
+        return "mixed_precision: pure_bf16"
+    return None if dtype in (None, "fp32") else f"fsdp.param_dtype: {dtype}"
 
 
 def reference_run(run: Run, procs: int) -> Run:
     """The same training on one device, the whole batch at once, nothing recomputed, chunked or compiled."""
     batch = derive_batches(run.config.training, procs)[0].global_batch_size
-    changes = {"strategy": "fsdp" if _gathers_in_half(run) else "single", "mesh": None}
+    changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
     plain = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
     return changed(run, changes, {**_batches(batch, batch), **plain})
 
@@ -199,11 +181,10 @@ def candidate_run(run: Run, candidate: Candidate, procs: int) -> Run:
     training, phase = run.config.training, derive_batches(run.config.training, procs)[0]
     batch_size = phase.batch_size
     if training.batch_size is None:
-        its_run = changed(run, candidate.changes)
-        sizes = mesh_sizes(its_run, procs)
+        layout = layout_on(changed(run, candidate.changes), procs)
         wanted = 2 if training.gradient_accumulation is None else accumulation(phase, procs)
-        least = micro_batches_needed(its_run.config.distributed.pipeline.schedule, sizes["pp"])
-        batch_size = ceil(phase.global_batch_size / (max(wanted, least) * data_size(sizes)))
+        least = micro_batches_needed(layout.schedule, layout.mesh["pp"])
+        batch_size = ceil(phase.global_batch_size / (max(wanted, least) * data_size(layout.mesh)))
     return changed(run, candidate.changes, _batches(phase.global_batch_size, batch_size))
 
 

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import ceil, inf, prod
 
-from shoal.config import Config, derive_batches
 from shoal.config.batch import accumulation
+from shoal.config.layout import Layout
 from shoal.config.mesh import data_size
+from shoal.types import BatchPhase
 
 GATHER, SCATTER, REDUCE, SWAP = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
 
@@ -52,34 +53,27 @@ class Promise:
 class Case:
     """One layout on one config: what a promise depends on."""
 
-    config: Config
-    sizes: Mapping[str, int]
-    """Of the sides of the mesh."""
+    layout: Layout
+    batches: BatchPhase
     shapes: Mapping[str, tuple[int, ...]]
     """Of the parameters."""
     trained: Collection[str]
     """Those of them that have gradients."""
 
     @property
-    def procs(self) -> int:
-        return prod(self.sizes.values())
-
-    @property
     def recomputes(self) -> bool:
-        return self.config.training.activation_checkpointing.mode != "none"
+        return self.layout.activation_checkpointing.mode != "none"
 
     @property
     def micro_batches(self) -> int:
-        data = data_size(self.sizes)
-        return accumulation(derive_batches(self.config.training, data)[0], data)
+        return accumulation(self.batches, data_size(self.layout.mesh))
 
     @property
     def flops(self) -> float | None:
         """The share of a step's samples, fillers included, on the rank that runs the most."""
-        if self.config.training.compile:
+        if self.layout.compile:
             return None  # compiled products are not counted
-        phase = derive_batches(self.config.training, data_size(self.sizes))[0]
-        share = min(1.0, self.micro_batches * phase.batch_size / phase.global_batch_size)
+        share = min(1.0, self.micro_batches * self.batches.batch_size / self.batches.global_batch_size)
         return share * 4 / 3 if self.recomputes else share
 
     def numel(self, names: Collection[str]) -> int:
@@ -105,29 +99,28 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 def _replicated(case: Case) -> Promise:
     """One device, or DDP, which keeps buffers equal by broadcasting them."""
-    alone = case.procs == 1
+    alone = case.layout.world_size == 1
     return Promise(1, case.flops, {} if alone else {REDUCE: Range.exactly(1), "broadcast": ALLOWED})
 
 
 def _sharded(case: Case) -> Promise:
     """FSDP, which gathers the parameters for each micro-batch once, or again for its backward."""
-    fsdp, shards = case.config.distributed.fsdp, case.sizes["dp_shard"]
-    pure = case.config.training.mixed_precision == "pure_bf16"
-    gathered = case.micro_batches * case.sent(case.shapes, fsdp.param_dtype or ("bf16" if pure else "fp32"), shards)
+    fsdp, shards = case.layout.fsdp, case.layout.mesh["dp_shard"]
+    gathered = case.micro_batches * case.sent(case.shapes, case.layout.param_dtype, shards)
     reduced = case.sent(case.trained, fsdp.reduce_dtype or "fp32", shards)
     collectives = {}
     if shards > 1:
         twice = gathered if fsdp.sharding_strategy == "SHARD_GRAD_OP" else 2 * gathered
         sums = case.micro_batches if fsdp.reduce_every_micro_batch else 1
         collectives = {GATHER: Range(gathered, twice), SCATTER: Range.exactly(sums * reduced)}
-    if shards < case.procs:
+    if shards < case.layout.world_size:
         collectives[REDUCE] = Range.exactly(reduced / shards)
     return Promise(case.held(shards), case.flops, collectives)
 
 
 def _zero(case: Case) -> Promise:
     """ZeRO by DeepSpeed, which lays parameters end to end and cuts anywhere."""
-    zero, ranks = case.config.distributed.zero, case.procs
+    zero, ranks = case.layout.zero, case.layout.world_size
     total, trained = case.numel(case.shapes), case.numel(case.trained)
 
     def split(names: Collection[str]) -> int:
@@ -155,14 +148,14 @@ def _zero(case: Case) -> Promise:
 def _mesh(case: Case) -> Promise:
     """A product of layouts. What it exchanges depends on the batch, so that its share of parameters and FLOPs are what
     shows that it is at work."""
-    sizes = case.sizes
-    stage = 1 / sizes["pp"] + (1 - 1 / sizes["pp"]) / 2 if sizes["pp"] > 1 else 1  # layers do not come out even
-    flops = case.flops and case.flops * stage / (sizes["tp"] * sizes["cp"])
-    held = case.held(sizes["dp_shard"] * sizes["cp"], sizes["tp"]) * stage
-    sequence = case.config.distributed.tensor.sequence_parallel
-    needs = {"tp": [GATHER, SCATTER] if sequence else [REDUCE], "cp": [SWAP], "pp": ["send", "recv"]}
+    mesh = case.layout.mesh
+    stage = 1 / mesh["pp"] + (1 - 1 / mesh["pp"]) / 2 if mesh["pp"] > 1 else 1  # layers do not come out even
+    flops = case.flops and case.flops * stage / (mesh["tp"] * mesh["cp"])
+    held = case.held(mesh["dp_shard"] * mesh["cp"], mesh["tp"]) * stage
+    in_tp = [GATHER, SCATTER] if case.layout.sequence_parallel else [REDUCE]
+    needs = {"tp": in_tp, "cp": [SWAP], "pp": ["send", "recv"]}
     collectives = dict.fromkeys((REDUCE, GATHER, SCATTER, SWAP, "allgather", "broadcast"), ALLOWED)
-    collectives |= {kind: NEEDED for side, kinds in needs.items() if sizes[side] > 1 for kind in kinds}
+    collectives |= {kind: NEEDED for side, kinds in needs.items() if mesh[side] > 1 for kind in kinds}
     return Promise(held, flops, collectives)
 
 
@@ -170,4 +163,4 @@ _PROMISES = {"single": _replicated, "ddp": _replicated, "fsdp": _sharded, "deeps
 
 
 def promise_of(case: Case) -> Promise:
-    return _PROMISES[case.config.distributed.strategy](case)
+    return _PROMISES[case.layout.strategy](case)

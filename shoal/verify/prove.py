@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.config import Run
+from shoal.config import Run, derive_batches
+from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
@@ -17,7 +18,7 @@ from shoal.verify.layouts import (
     OWN,
     Candidate,
     candidate_run,
-    mesh_sizes,
+    layout_on,
     own_candidate,
     reference_run,
     why_not,
@@ -76,11 +77,13 @@ def prove(
     verdicts = []
     for candidate in chosen:
         its_run = candidate_run(run, candidate, procs)
-        case = Case(its_run.config, mesh_sizes(its_run, procs), reference.shapes, reference.gradients)
-        traces = runner(its_run, case.procs, steps, reference.sgd_weights)
-        checks = compare(reference, traces, promise_of(case), run.config.training.mixed_precision)
+        layout = layout_on(its_run, procs)
+        traces = runner(its_run, layout.world_size, steps, reference.sgd_weights)
+        batches = derive_batches(its_run.config.training, data_size(layout.mesh))[0]
+        promise = promise_of(Case(layout, batches, reference.shapes, reference.gradients))
+        checks = compare(reference, traces, promise, layout.precision)
         words = own.about if own and own.name == candidate.name else None
-        verdicts.append(Verdict(candidate.name, case.procs, checks, reference.mixing, words))
+        verdicts.append(Verdict(candidate.name, layout.world_size, checks, reference.mixing, words))
         told(verdicts[-1])
     return verdicts
 

@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Augmented(Numbers):
-    """Draws from all three global generators, and a different amount for each sample."""
+    """Draws from all three global generators, and draws a different amount of numbers for each sample."""
 
     def __getitem__(self, index):
         for _ in range(index % 3):
@@ -43,7 +43,7 @@ class Augmented(Numbers):
         return {"x": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)}
 
 
-class WhoMadeIt(Numbers):
+class ReturnsItsProcessId(Numbers):
     def __getitem__(self, index):
         return {"x": torch.tensor(os.getpid())}
 
@@ -65,7 +65,7 @@ class Failing(Numbers):
         return super().__getitem__(index)
 
 
-class Deadly(Numbers):
+class KillsItsProcess(Numbers):
     def __getitem__(self, index):
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,16 +76,16 @@ def stack(samples):
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def seen(steps):
-    """Everything a list of steps says, comparable."""
+def contents(steps):
+    """Returns the whole content of some steps as plain lists, for comparison."""
     return [
         [(list(m.epochs), list(m.ids), m.weight, {k: v.tolist() for k, v in m.data.items()}) for m in step]
         for step in steps
     ]
 
 
-def line_of(ranks):
-    """The samples of one step in global order, put together from what each rank received."""
+def keys_of(ranks):
+    """Returns the keys of one step in global order, put together from what each rank received."""
     assert len({len(step) for step in ranks}) == 1
     return [
         (epoch, i)
@@ -112,7 +112,7 @@ segments = st.lists(
 @settings(deadline=None)
 @given(epoch_size=st.integers(1, 60), seed=st.integers(0, 2**32), segments=segments)
 def test_any_change_of_ranks_and_batches_keeps_the_order(epoch_size, seed, segments):
-    position, line = 0, []
+    position, received = 0, []
     for ranks, batch_size, global_batch_size, num_steps, later in segments:
         phases = [(0, global_batch_size), *sorted(later.items())]
         batches = BatchSchedule(tuple(BatchPhase(e, g, batch_size) for e, g in phases))
@@ -121,18 +121,18 @@ def test_any_change_of_ranks_and_batches_keeps_the_order(epoch_size, seed, segme
             for rank in range(ranks)
         ]
         for steps in islice(zip(*loaders, strict=True), num_steps):
-            line += line_of(steps)
+            received += keys_of(steps)
             for micro in (micro for step in steps for micro in step):
                 assert micro.data["x"].tolist() == list(micro.ids)
                 assert len(micro.ids) == batch_size or micro.weight
         assert len({loader.position for loader in loaders}) == 1
         position = loaders[0].position
-    assert line == samples_at(0, position, epoch_size, seed, True)
+    assert received == samples_at(0, position, epoch_size, seed, True)
     for epoch in range(position // epoch_size):
-        assert sorted(i for e, i in line if e == epoch) == list(range(epoch_size))
+        assert sorted(i for e, i in received if e == epoch) == list(range(epoch_size))
 
 
-def test_fillers_repeat_the_start_of_the_slice_and_weigh_nothing():
+def test_fillers_repeat_the_first_samples_of_the_step_with_weight_0():
     batches = BatchSchedule.constant(5, 4)
     ranks = [
         next(iter(Loader(Numbers(100), stack, batches, seed=0, data_rank=r, data_size=3, shuffle=False)))
@@ -151,7 +151,7 @@ def test_workers_change_nothing(dataset):
         loader = Loader(
             dataset, stack, batches, seed=3, data_rank=1, data_size=2, end=80, num_workers=num_workers, **options
         )
-        return seen(loader)
+        return contents(loader)
 
     alone = run(0)
     assert len(alone) == BatchSchedule((BatchPhase(0, 10, 2), BatchPhase(1, 7, 3))).steps_between(0, 80, 23)
@@ -167,13 +167,13 @@ def test_position_is_exact_however_far_workers_read_ahead(num_workers):
             Numbers(20), stack, batches, seed=1, position=position, end=50, num_workers=num_workers, prefetch=4
         )
 
-    whole = seen(loader())
+    whole = contents(loader())
     first = loader()
-    start = seen(islice(first, 3))
+    start = contents(islice(first, 3))
     assert first.position == 18
     first.close()
     second = loader(first.position)
-    assert start + seen(second) == whole
+    assert start + contents(second) == whole
     assert second.position == 50
 
 
@@ -200,12 +200,12 @@ def test_random_numbers_belong_to_the_sample(batch_size, num_workers, data_size)
     reference = draws(3)
     assert draws(batch_size, num_workers, data_size) == reference
     assert len(reference) == 51
-    for place in range(3):  # python, numpy, torch: another number for every sample, epoch and seed
+    for place in range(3):  # python, numpy, torch: every sample, epoch and seed has a different number
         assert len({x[place] for x in reference.values()}) == 51
         assert draws(3, seed=6)[0, 0][place] != reference[0, 0][place]
 
 
-def test_the_process_keeps_its_own_random_state():
+def test_the_random_state_of_the_process_is_restored():
     random.seed(1), np.random.seed(1)
     expected = random.random(), np.random.rand()
     random.seed(1), np.random.seed(1)
@@ -213,14 +213,14 @@ def test_the_process_keeps_its_own_random_state():
     assert (random.random(), np.random.rand()) == expected
 
 
-def test_seeding_stops_where_nothing_is_drawn(monkeypatch):
+def test_seeding_stops_if_the_dataset_draws_no_random_numbers(monkeypatch):
     seeded = []
     monkeypatch.setattr(reader_module, "_seed_generators", seeded.append)
     list(Loader(Numbers(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
     assert len(seeded) == 3
 
 
-def test_torchs_generator_is_left_alone_by_starting_workers():
+def test_starting_workers_does_not_advance_the_generator_of_torch():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     list(Loader(Numbers(4), stack, BatchSchedule.constant(2, 2), seed=0, end=4, num_workers=1))
@@ -228,9 +228,9 @@ def test_torchs_generator_is_left_alone_by_starting_workers():
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_loader_can_be_run_again_and_closed(persistent):
+def test_a_loader_can_be_iterated_again_and_closed(persistent):
     loader = Loader(
-        WhoMadeIt(12),
+        ReturnsItsProcessId(12),
         stack,
         BatchSchedule.constant(4, 2),
         seed=0,
@@ -240,7 +240,7 @@ def test_a_loader_can_be_run_again_and_closed(persistent):
     )
     children = set(multiprocessing.active_children())
     runs = []
-    for steps in (None, 1, None):  # the second is left in the middle
+    for steps in (None, 1, None):  # the second iteration stops in the middle
         found = list(islice(loader, steps))
         assert len(found) == (steps or 3)
         assert loader.position == 4 * len(found)
@@ -256,7 +256,7 @@ def test_a_loader_can_be_run_again_and_closed(persistent):
 
 
 @pytest.mark.parametrize("error", [ValueError("sample 5 is broken"), UserError("dataset.files: broken")])
-def test_what_a_worker_raises_arrives(error):
+def test_an_error_in_a_worker_is_raised_in_the_training_process(error):
     loader = Loader(Failing(20, error), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)
     with pytest.raises(type(error), match="broken") as raised:
         list(islice(loader, 10))
@@ -265,11 +265,11 @@ def test_what_a_worker_raises_arrives(error):
     loader.close()
 
 
-def test_a_killed_worker_is_an_error_and_no_hang():
-    # In a process of its own: torch reports the death from a signal handler, which may strike anywhere.
+def test_a_killed_worker_is_an_error_and_not_a_hang():
+    # In a separate process, because torch reports the death from a signal handler, which may interrupt any code.
     code = (
         "from test_loader import *\n"
-        "loader = Loader(Deadly(20), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)\n"
+        "loader = Loader(KillsItsProcess(20), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)\n"
         "print('started')\n"
         "for _ in loader: pass"
     )
@@ -287,13 +287,13 @@ def test_start_methods(method):
     multiprocessing.set_start_method(method, force=True)
     try:
         loader = Loader(Numbers(9), stack, BatchSchedule.constant(4, 2), seed=0, end=9, num_workers=1)
-        assert seen(loader) == seen(Loader(Numbers(9), stack, BatchSchedule.constant(4, 2), seed=0, end=9))
+        assert contents(loader) == contents(Loader(Numbers(9), stack, BatchSchedule.constant(4, 2), seed=0, end=9))
     finally:
         multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_waiting_is_counted(num_workers):
+def test_the_time_spent_waiting_for_data_is_counted(num_workers):
     loader = Loader(Slow(6), stack, BatchSchedule.constant(3, 3), seed=0, end=6, num_workers=num_workers)
     for _ in loader:
         pass
@@ -305,7 +305,7 @@ def test_an_empty_dataset_is_refused():
         Loader(Numbers(0), stack, BatchSchedule.constant(4, 2), seed=0)
 
 
-def test_what_cannot_be_resumed_is_refused():
+def test_an_iterator_is_refused_because_it_cannot_be_resumed():
     with pytest.raises(UserError, match=r"train_data/eval_data: list_iterator has neither .* open\(start\)"):
         Loader(iter([1, 2]), stack, BatchSchedule.constant(4, 2), seed=0)
 

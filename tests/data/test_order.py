@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.order import BatchSchedule, permute, samples_at, share
+from shoal.data.order import BatchSchedule, micro_batch_slices, permute, samples_at
 from shoal.errors import UserError
 from shoal.seeding import mix
 from shoal.types import BatchPhase
@@ -58,14 +58,14 @@ def test_large_permutations_look_random():
 @given(
     epoch_size=st.integers(1, 50), position=st.integers(0, 300), count=st.integers(0, 200), seed=st.integers(0, 2**40)
 )
-def test_a_slice_is_cut_from_whole_epochs(epoch_size, position, count, seed):
+def test_samples_at_returns_a_slice_of_the_concatenated_epochs(epoch_size, position, count, seed):
     num_epochs = (position + count) // epoch_size + 1
-    line = [
+    sequence = [
         (e, int(i))
         for e in range(num_epochs)
         for i in permute(np.arange(epoch_size), epoch_size, mix(seed, "order", e))
     ]
-    assert samples_at(position, count, epoch_size, seed, shuffle=True) == line[position : position + count]
+    assert samples_at(position, count, epoch_size, seed, shuffle=True) == sequence[position : position + count]
     unshuffled = samples_at(position, count, epoch_size, seed, shuffle=False)
     assert unshuffled == [divmod(p, epoch_size) for p in range(position, position + count)]
     assert samples_at(position, count, None, seed, shuffle=True) == [(0, position + i) for i in range(count)]
@@ -96,7 +96,7 @@ def test_steps_between_agrees_with_stepping(batches, epoch_size, start, length):
     assert batches.steps_between(start, end, epoch_size) == steps
 
 
-def test_steps_between_does_not_step():
+def test_steps_between_does_not_count_one_by_one():
     batches = BatchSchedule((BatchPhase(0, 1, 1), BatchPhase(10**6, 2, 1)))
     assert batches.steps_between(0, 3 * 10**15, 10**9) == 10**15 + 10**15
 
@@ -108,17 +108,17 @@ def test_a_step_that_begins_before_a_phase_keeps_its_size():
 
 @pytest.mark.parametrize("epochs", [[], [1], [0, 0], [0, 5, 2]])
 def test_bad_schedules_are_refused(epochs):
-    with pytest.raises(UserError, match=r"training.gradient_accumulation: .* must rise from 0"):
+    with pytest.raises(UserError, match=r"training.gradient_accumulation: .* must start at 0 and increase"):
         BatchSchedule(tuple(BatchPhase(e, 4, 2) for e in epochs))
     with pytest.raises(UserError, match=r"at least 1"):
         BatchSchedule.constant(4, 0)
 
 
 @given(step=st.integers(0, 200), batch=st.integers(1, 20), ranks=st.integers(1, 9))
-def test_ranks_share_a_step_without_gap_or_overlap(step, batch, ranks):
-    parts = [share(step, batch, ranks, rank) for rank in range(ranks)]
-    assert {len(part) for part in parts} == {math.ceil(step / (batch * ranks))}
-    dealt = [place for slots in zip(*parts, strict=True) for slot in slots for place in slot]
-    assert dealt == list(range(step))
-    sizes = [len(slot) for slots in zip(*parts, strict=True) for slot in slots]
+def test_ranks_split_a_step_without_gap_or_overlap(step, batch, ranks):
+    slices_by_rank = [micro_batch_slices(step, batch, ranks, rank) for rank in range(ranks)]
+    assert {len(slices) for slices in slices_by_rank} == {math.ceil(step / (batch * ranks))}
+    offsets = [offset for slices in zip(*slices_by_rank, strict=True) for one in slices for offset in one]
+    assert offsets == list(range(step))
+    sizes = [len(one) for slices in zip(*slices_by_rank, strict=True) for one in slices]
     assert len({size for size in sizes if size not in (0, batch)}) <= 1

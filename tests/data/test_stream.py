@@ -32,8 +32,8 @@ def as_is(samples):
     return samples
 
 
-def real(ranks):
-    """(id, data) of the samples of one step that count, in order of id."""
+def samples_of(ranks):
+    """Returns (id, data) of the samples of one step, without fillers, in order of id."""
     assert len({len(step) for step in ranks}) == 1
     return sorted(
         pair for step in ranks for micro in step if micro.weight for pair in zip(micro.ids, micro.data, strict=True)
@@ -49,8 +49,8 @@ segments = st.lists(
 
 @settings(deadline=None)
 @given(segments=segments, length=st.none() | st.integers(0, 120), sharded=st.booleans())
-def test_streams_survive_any_change_of_ranks_and_batches(segments, length, sharded):
-    position, line = 0, []
+def test_streams_keep_their_order_when_ranks_and_batches_change(segments, length, sharded):
+    position, received = 0, []
     for ranks, batch_size, global_batch_size, num_steps in segments:
         batches = BatchSchedule.constant(global_batch_size, batch_size)
         streams = [Sharded(12) if sharded else Ordered(length) for _ in range(ranks)]
@@ -59,25 +59,25 @@ def test_streams_survive_any_change_of_ranks_and_batches(segments, length, shard
             for r, stream in enumerate(streams)
         ]
         for steps in islice(zip(*loaders, strict=True), num_steps):
-            line += real(steps)
+            received += samples_of(steps)
             assert all(m.weight or len(m.data) == batch_size for step in steps for m in step)
         position = loaders[0].position
         if sharded:
             assert all({s % ranks for s in stream.opened} <= {r} for r, stream in enumerate(streams))
             assert all(len(stream.opened) == len(set(stream.opened)) for stream in streams)
     if sharded:
-        assert line == [(p, (p % 12, p // 12)) for p in range(position)]
+        assert received == [(p, (p % 12, p // 12)) for p in range(position)]
     else:
-        assert line == [(p, p) for p in range(position)]
+        assert received == [(p, p) for p in range(position)]
 
 
-def test_a_stream_that_ends_ends_the_loader_with_a_short_step():
+def test_when_a_stream_ends_the_last_step_is_short_and_the_loader_stops():
     ranks = [
         list(Loader(Ordered(21), as_is, BatchSchedule.constant(8, 2), seed=0, data_rank=r, data_size=2))
         for r in range(2)
     ]
     assert [len(steps) for steps in ranks] == [3, 3]
-    assert [len(real(steps)) for steps in zip(*ranks, strict=True)] == [8, 8, 5]
+    assert [len(samples_of(steps)) for steps in zip(*ranks, strict=True)] == [8, 8, 5]
 
 
 @pytest.mark.parametrize("stream", [Ordered(50), Sharded(4)], ids=["ordered", "sharded"])
@@ -106,7 +106,7 @@ def test_workers_change_nothing(stream):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_shards_must_divide(num_workers):
+def test_the_number_of_shards_must_be_a_multiple_of_the_ranks(num_workers):
     loader = Loader(Sharded(10), as_is, BatchSchedule.constant(8, 2), seed=0, data_size=4, num_workers=num_workers)
     with pytest.raises(UserError, match=r"10 = 2 × 4 \+ 2.*multiple of 4"):
         next(iter(loader))
@@ -114,5 +114,5 @@ def test_shards_must_divide(num_workers):
 
 def test_a_shard_must_be_endless():
     loader = Loader(Sharded(2, shard_length=3), as_is, BatchSchedule.constant(4, 2), seed=0)
-    with pytest.raises(UserError, match="shard 0 ended before item 3"):
+    with pytest.raises(UserError, match="shard 0 ended before its item 3"):
         list(islice(loader, 10))

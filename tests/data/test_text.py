@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from shoal.data import ByteTokenizer, TextDataset, load_tokenizer, open_text, prepare_text
-from shoal.data import prepare as prepare_module
+from shoal.data import ByteTokenizer, TextDataset, load_tokenizer, open_text, prepare_text, token_cache
 from shoal.errors import UserError
 
 
@@ -22,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two documents: `abcd...` in bytes, 40 and 24 long."""
+    """Returns a folder with two documents of 40 and 24 bytes, and hidden files."""
     folder = tmp_path / "corpus"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_bytes(bytes(range(1, 41)))
@@ -42,7 +41,7 @@ def one_line(error):
     return str(error.value)
 
 
-WHOLE = [*range(1, 41), 0, *range(101, 125), 0]
+TOKENS = [*range(1, 41), 0, *range(101, 125), 0]
 
 
 def test_windows_are_the_text_and_labels_the_next_tokens(folder):
@@ -50,8 +49,8 @@ def test_windows_are_the_text_and_labels_the_next_tokens(folder):
     assert evaluation is None
     assert len(train) == 8
     for i, window in enumerate(train):
-        assert window["input_ids"].tolist() == WHOLE[8 * i : 8 * i + 8]
-        assert window["labels"].tolist() == WHOLE[8 * i + 1 : 8 * i + 9]
+        assert window["input_ids"].tolist() == TOKENS[8 * i : 8 * i + 8]
+        assert window["labels"].tolist() == TOKENS[8 * i + 1 : 8 * i + 9]
         assert str(window["labels"].dtype) == "torch.int64"
     assert train.tokens.dtype == np.uint8
     with pytest.raises(IndexError):
@@ -61,12 +60,12 @@ def test_windows_are_the_text_and_labels_the_next_tokens(folder):
 @pytest.mark.parametrize(("fraction", "every"), [(0.5, 2), (0.3, 3), (0.25, 4), (0.01, 100)])
 def test_every_nth_window_is_held_out(folder, fraction, every):
     train, evaluation = open_text(text(folder, seq_length=4, eval_fraction=fraction))
-    windows = [WHOLE[i : i + 4] for i in range(0, 64, 4)]
+    windows = [TOKENS[i : i + 4] for i in range(0, 64, 4)]
     assert [w["input_ids"].tolist() for w in evaluation] == windows[::every]
     assert [w["input_ids"].tolist() for w in train] == [w for i, w in enumerate(windows) if i % every]
 
 
-def test_files_folders_and_globs_in_order_and_once(folder):
+def test_files_folders_and_globs_are_read_in_order_and_once(folder):
     def tokens(files):
         return open_text(text(files, seq_length=1, eval_fraction=0))[0].tokens.tolist()
 
@@ -76,9 +75,9 @@ def test_files_folders_and_globs_in_order_and_once(folder):
         == tokens(str(folder))
         == tokens(str(folder / "**" / "*.txt"))
         == tokens([a, str(folder)])
-        == WHOLE
+        == TOKENS
     )
-    assert tokens([b, a]) == WHOLE[41:] + WHOLE[:41]
+    assert tokens([b, a]) == TOKENS[41:] + TOKENS[:41]
 
 
 def test_a_document_larger_than_a_piece_stays_whole(folder, monkeypatch):
@@ -117,8 +116,8 @@ def test_pickling_sends_no_tokens_and_opens_again(folder):
 
 def test_nothing_is_tokenised_twice(folder, monkeypatch):
     written = []
-    write = prepare_module._write_tokens
-    monkeypatch.setattr(prepare_module, "_write_tokens", lambda *args: written.append(1) or write(*args))
+    write = token_cache._write_tokens
+    monkeypatch.setattr(token_cache, "_write_tokens", lambda *args: written.append(1) or write(*args))
     prepare_text(text(folder, seq_length=8))
     prepare_text(text(folder, seq_length=4, eval_fraction=0.1))
     open_text(text(folder, seq_length=8))
@@ -130,7 +129,7 @@ def test_nothing_is_tokenised_twice(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut short", "garbage", "empty", "half-written beside"])
-def test_a_damaged_cache_is_made_again(folder, cache, damage):
+def test_a_damaged_cache_is_prepared_again(folder, cache, damage):
     config = text(folder, seq_length=8, eval_fraction=0)
     prepare_text(config)
     [path] = cache.glob("*.npy")
@@ -144,7 +143,7 @@ def test_a_damaged_cache_is_made_again(folder, cache, damage):
         open_text(config)
     prepare_text(config)
     assert path.read_bytes() == whole
-    assert open_text(config)[0].tokens.tolist() == WHOLE
+    assert open_text(config)[0].tokens.tolist() == TOKENS
 
 
 def test_a_failed_preparation_publishes_nothing(folder, cache, monkeypatch):
@@ -156,7 +155,7 @@ def test_a_failed_preparation_publishes_nothing(folder, cache, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             prepare_text(text(folder))
     assert not [*cache.glob("*.npy"), *cache.glob("*.json")]
-    assert open_text(text(folder, seq_length=8, eval_fraction=0))[0].tokens.tolist() == WHOLE
+    assert open_text(text(folder, seq_length=8, eval_fraction=0))[0].tokens.tolist() == TOKENS
 
 
 SLOW = """
@@ -174,13 +173,13 @@ print(open_text(config)[0].tokens.tolist())
 """
 
 
-def test_two_processes_prepare_once(folder, tmp_path):
+def test_two_processes_prepare_the_text_once(folder, tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-c", SLOW, str(folder), str(log)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
-    assert [json.loads(output) for output in outputs] == [WHOLE, WHOLE]
-    assert log.read_text().count("encoded") == 2  # the two documents, once
+    assert [json.loads(output) for output in outputs] == [TOKENS, TOKENS]
+    assert log.read_text().count("encoded") == 2  # each of the two documents once
 
 
 @pytest.fixture
@@ -216,7 +215,7 @@ def test_a_tokenizer_file(folder, tokenizer_file):
     assert max(one) < tokenizer.vocab_size
 
 
-def test_bytes_reads_what_a_tokenizer_cannot(folder, tokenizer_file):
+def test_the_bytes_tokenizer_reads_files_that_are_not_utf8(folder, tokenizer_file):
     (folder / "bad.txt").write_bytes(b"\xff\xfe" * 20)
     open_text(text(folder / "bad.txt", seq_length=4))
     with pytest.raises(UserError, match=r"dataset.tokenizer: .*bad.txt is not UTF-8") as error:
@@ -233,7 +232,7 @@ def hf(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server listens on this port
     local = tmp_path / "local"
     local.mkdir()
     return local
@@ -269,29 +268,33 @@ def test_a_validation_split_is_used_for_evaluation(hf):
     assert open_text(TextDataset(**keys, eval_fraction=0))[1] is None
     assert open_text(TextDataset(**keys, split="validation", eval_fraction=0))[0].tokens.tobytes() == b"validate\0"
     both = open_text(TextDataset(**{**keys, "seq_length": 2}, split="validation"))
-    assert [(part.path, part.held_out, part.every) for part in both] == [
+    assert [(windows.path, windows.held_out, windows.holdout_interval) for windows in both] == [
         (both[0].path, False, 100),
         (both[0].path, True, 100),
     ]
-    with pytest.raises(UserError, match=r"dataset.text_column: 'n' is no column of text; there is body") as error:
+    with pytest.raises(
+        UserError, match=r"dataset.text_column = 'n': this is not a text column; use one of body"
+    ) as error:
         open_text(TextDataset(name=str(hf), text_column="n"))
     one_line(error)
-    with pytest.raises(UserError, match=r"dataset.split: .*nope.*train") as error:
+    with pytest.raises(UserError, match=r"dataset.split = 'nope': .*nope.*train") as error:
         open_text(TextDataset(**keys, split="nope"))
     one_line(error)
-    with pytest.raises(UserError, match=r"dataset.name: cannot load .*other.*default") as error:
+    with pytest.raises(UserError, match=r"dataset.name = .*: it cannot be loaded: .*other.*default") as error:
         open_text(TextDataset(**keys, config="other"))
     one_line(error)
 
 
-def test_the_hub_out_of_reach_is_told_at_once(hf):
+def test_a_hub_that_cannot_be_reached_is_an_error_within_seconds(hf):
     started = time.monotonic()
     with pytest.raises(
-        UserError, match=r"dataset.name: cannot load 'wikitext': the Hugging Face Hub cannot be"
+        UserError, match=r"dataset.name = 'wikitext': it cannot be loaded: the Hugging Face Hub cannot be"
     ) as error:
         open_text(TextDataset(name="wikitext"))
     one_line(error)
-    with pytest.raises(UserError, match=r"dataset.tokenizer: cannot load 'gpt2': the Hugging Face Hub") as error:
+    with pytest.raises(
+        UserError, match=r"dataset.tokenizer = 'gpt2': it cannot be loaded: the Hugging Face Hub"
+    ) as error:
         open_text(TextDataset(tokenizer="gpt2"))
     one_line(error)
     assert time.monotonic() - started < 15
@@ -302,7 +305,9 @@ def test_the_hub_out_of_reach_is_told_at_once(hf):
 )
 def test_a_missing_package_names_the_extra(monkeypatch, package, keys):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"dataset\.\w+: '\w+' needs the package {package}; .*pip install shoal\[hf\]"):
+    with pytest.raises(
+        UserError, match=rf"dataset\.\w+ = '\w+': this needs the package {package}; .*pip install shoal\[hf\]"
+    ):
         open_text(TextDataset(**keys))
 
 
@@ -310,15 +315,15 @@ def test_a_missing_package_names_the_extra(monkeypatch, package, keys):
     ("keys", "message"),
     [
         ({"name": "text"}, r"dataset.files: missing"),
-        ({"name": "stdlib", "files": "x"}, r"dataset.files: 'x' has no use with dataset.name 'stdlib'"),
-        ({"files": "x"}, r"dataset.files: 'x' has no use"),
-        ({"name": "wikitext", "files": "x"}, r"dataset.files: 'x' has no use with dataset.name 'wikitext'"),
-        ({"name": "text", "files": "x", "split": "test"}, r"dataset.split: 'test' has no use"),
-        ({"name": "stdlib", "config": "c"}, r"dataset.config: 'c' has no use"),
-        ({"name": "stdlib", "text_column": "c"}, r"dataset.text_column: 'c' has no use"),
+        ({"name": "stdlib", "files": "x"}, r"dataset.files = 'x': unused with dataset.name = 'stdlib'"),
+        ({"files": "x"}, r"dataset.files = 'x': unused"),
+        ({"name": "wikitext", "files": "x"}, r"dataset.files = 'x': unused with dataset.name = 'wikitext'"),
+        ({"name": "text", "files": "x", "split": "test"}, r"dataset.split = 'test': unused"),
+        ({"name": "stdlib", "config": "c"}, r"dataset.config = 'c': unused"),
+        ({"name": "stdlib", "text_column": "c"}, r"dataset.text_column = 'c': unused"),
     ],
 )
-def test_keys_of_another_name_are_refused(keys, message):
+def test_keys_that_the_dataset_does_not_use_are_refused(keys, message):
     with pytest.raises(UserError, match=message) as error:
         TextDataset(**keys)
     one_line(error)
@@ -342,17 +347,32 @@ def test_missing_files_and_short_texts(folder, tmp_path):
     empty.mkdir()
     (tmp_path / "nothing.txt").touch()
     for keys, message in [
-        ({"files": str(tmp_path / "no*.md")}, r"dataset.files: '.*no\*.md' is no file"),
-        ({"files": str(empty)}, r"dataset.files: '.*empty' is no file"),
-        ({"files": str(folder), "tokenizer": "no/such/tokenizer.json"}, r"dataset.tokenizer: there is no file no/such"),
-        ({"files": str(folder), "tokenizer": str(folder / "a.txt")}, r"dataset.tokenizer: cannot load '.*a.txt'"),
+        ({"files": str(tmp_path / "no*.md")}, r"dataset.files = '.*no\*.md': no such file"),
+        ({"files": str(empty)}, r"dataset.files = '.*empty': no such file"),
+        (
+            {"files": str(folder), "tokenizer": "no/such/tokenizer.json"},
+            r"dataset.tokenizer = 'no/such.*: this file does not exist",
+        ),
+        (
+            {"files": str(folder), "tokenizer": str(folder / "a.txt")},
+            r"dataset.tokenizer = '.*a.txt': it cannot be loaded",
+        ),
         (
             {"files": str(folder), "cache_dir": str(folder / "a.txt")},
-            r"dataset.cache_dir: cannot prepare .*Not a directory",
+            r"dataset.cache_dir: the text cannot be prepared in .*Not a directory",
         ),
-        ({"files": str(tmp_path / "nothing.txt")}, r"dataset.seq_length: 256 needs at least 513 tokens.* has 1$"),
-        ({"files": str(folder), "seq_length": 66, "eval_fraction": 0}, r"66 needs at least 67 tokens; the text has 66"),
-        ({"files": str(folder), "seq_length": 33}, r"33 needs at least 67 tokens, one of them .*; the text has 66"),
+        (
+            {"files": str(tmp_path / "nothing.txt")},
+            r"dataset.seq_length = 256: this needs at least 513 tokens.* has 1;",
+        ),
+        (
+            {"files": str(folder), "seq_length": 66, "eval_fraction": 0},
+            r"66: this needs at least 67 tokens, but the text has 66",
+        ),
+        (
+            {"files": str(folder), "seq_length": 33},
+            r"33: this needs at least 67 tokens .one window to train, one to evaluate., but the text has 66",
+        ),
     ]:
         with pytest.raises(UserError, match=message) as error:
             open_text(TextDataset(name="text", **keys))
@@ -361,7 +381,7 @@ def test_missing_files_and_short_texts(folder, tmp_path):
 
 def test_an_empty_dataset_is_refused(hf):
     write_rows(hf / "train.jsonl", [{"text": ""}])
-    with pytest.raises(UserError, match=r"dataset.name: there is no text"):
+    with pytest.raises(UserError, match=r"dataset.name: the dataset contains no text"):
         open_text(TextDataset(name=str(hf)))
 
 

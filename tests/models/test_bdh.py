@@ -1,4 +1,4 @@
-"""BDH against a slow float64 transcription of its formulas, and what a user expects of a model."""
+"""Compares BDH with a slow float64 transcription of its formulas, and checks what users expect of a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text(*shape: int, vocab: int = TINY.vocab_size, seed: int = 1) -> Tensor:
 
 @pytest.fixture
 def portable_bf16() -> Iterator[None]:
-    """Some virtual machines announce AMX and trap on it; oneDNN believes them and the process dies."""
+    """Turns oneDNN off: some virtual machines claim to support AMX, and the process crashes when oneDNN uses it."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
@@ -60,7 +60,7 @@ def naive_rope(v: Tensor, position: int) -> Tensor:
 
 
 def naive_logits(weights: dict[str, Tensor], tokens: list[int], n_layer: int) -> Tensor:
-    """One sequence, one position, one head, one pair at a time."""
+    """Computes logits one sequence, one position, one head and one pair at a time."""
     heads, neurons = weights["encoder"].shape[0], weights["encoder"].shape[2]
     xs = [naive_norm(weights["embed.weight"][token]) for token in tokens]
     for _ in range(n_layer):
@@ -104,11 +104,11 @@ def test_logits_loss_and_gradients_follow_the_formulas(dtype: torch.dtype, relat
         assert near(parameter.grad.double(), weights[name].grad, relative), name
 
 
-def test_no_targets_no_loss() -> None:
+def test_without_targets_there_is_no_loss() -> None:
     assert build()(text(1, 3))[1] is None
 
 
-def test_state_dict_is_the_references() -> None:
+def test_the_state_dict_is_that_of_the_reference() -> None:
     with torch.device("meta"):
         model = BDH(BDHConfig())
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == SHAPES
@@ -117,20 +117,20 @@ def test_state_dict_is_the_references() -> None:
         assert not [*level.parameters(), *level.buffers()]
 
 
-def test_loads_the_references_weights_strictly() -> None:
+def test_weights_of_the_reference_load_strictly() -> None:
     donor, model = build(seed=1), build(seed=2)
     weights = {name: value.clone() for name, value in donor.state_dict().items()}
     model.load_state_dict(weights, strict=True)
     assert torch.equal(model(text(1, 5))[0], donor(text(1, 5))[0])
 
 
-def test_frequencies_are_the_references() -> None:
+def test_the_frequencies_are_those_of_the_reference() -> None:
     neurons = TINY.neurons_per_head
     expected = [1 / 65536 ** (j // 2 * 2 / neurons) / (2 * math.pi) for j in range(neurons)]
     torch.testing.assert_close(build().attn.freqs.flatten(), torch.tensor(expected))
 
 
-def test_every_module_resets_what_it_owns() -> None:
+def test_every_module_initialises_its_own_parameters() -> None:
     config = replace(TINY, n_embd=64, mlp_internal_dim_multiplier=16)
     freqs = BDH(config).attn.freqs
     with torch.device("meta"):
@@ -148,7 +148,7 @@ def test_every_module_resets_what_it_owns() -> None:
         assert abs(parameter.mean().item()) < 0.005, name
 
 
-def test_the_future_does_not_reach_back() -> None:
+def test_later_tokens_do_not_change_earlier_logits() -> None:
     model, tokens = build(scale=20.0), text(2, 9)
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % TINY.vocab_size
@@ -158,13 +158,13 @@ def test_the_future_does_not_reach_back() -> None:
 
 
 def test_the_first_position_attends_to_nothing() -> None:
-    """Not even to itself: with nothing recalled no gate opens, and the token passes through unchanged."""
+    """It does not attend to itself either: attention is zero, no gate opens, and the token passes unchanged."""
     model, tokens = build(scale=20.0), text(1, 4)
     x = nn.functional.layer_norm(model.embed(tokens[:, 0]), (TINY.n_embd,))
     torch.testing.assert_close(model(tokens)[0][:, 0], x @ model.lm_head, rtol=1e-3, atol=1e-4)
 
 
-def test_order_matters() -> None:
+def test_the_order_of_tokens_matters() -> None:
     model = build(scale=20.0)
     forward, swapped = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
     assert not torch.allclose(model(forward)[0][:, -1], model(swapped)[0][:, -1])
@@ -207,8 +207,8 @@ def test_a_bf16_model_keeps_its_frequencies() -> None:
     assert model.generate(text(1, 5), 3).shape == (1, 8)
 
 
-def test_heads_add_up() -> None:
-    """A level given some of the heads returns their part of the sum: what a tensor-parallel layout relies on."""
+def test_the_heads_add_up_to_the_whole() -> None:
+    """A level that gets some of the heads returns their sum; tensor parallelism relies on this."""
     model = build(scale=20.0)
     x, tables = torch.randn(2, 5, TINY.n_embd), model.attn(0, 5)
     heads, half = model.levels[0].heads, TINY.neurons_per_head
@@ -270,14 +270,14 @@ def test_top_k_draws_only_from_the_k_most_likely() -> None:
     assert model.generate(tokens, 2, top_k=1000).shape == (1, 6)
 
 
-def test_generating_nothing_or_from_nothing() -> None:
+def test_generating_no_tokens_or_from_an_empty_prompt() -> None:
     model, tokens = build(), text(1, 4)
     assert torch.equal(model.generate(tokens, 0), tokens)
     with pytest.raises(ValueError, match="prompt is empty"):
         model.generate(tokens[:, :0], 1)
-    with pytest.raises(ValueError, match="temperature is -1"):
+    with pytest.raises(ValueError, match="temperature = -1"):
         model.generate(tokens, 1, temperature=-1)
-    with pytest.raises(ValueError, match="top_k is 0"):
+    with pytest.raises(ValueError, match="top_k = 0"):
         model.generate(tokens, 1, top_k=0)
 
 
@@ -323,18 +323,18 @@ def test_a_level_can_be_compiled_alone() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"n_layer": -1}, "n_layer is -1; it must be at least 1"),
-        ({"n_embd": 0}, "n_embd is 0"),
-        ({"n_head": 0}, "n_head is 0"),
-        ({"mlp_internal_dim_multiplier": -2}, "mlp_internal_dim_multiplier is -2"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"dropout": -0.1}, "dropout is -0.1"),
-        ({"n_head": 3}, r"is 32768; it must be a multiple of 2 \* n_head = 6"),
-        ({"n_embd": 4, "mlp_internal_dim_multiplier": 3}, r"is 12; it must be a multiple of 2 \* n_head = 8"),
+        ({"n_layer": -1}, "n_layer = -1: it must be at least 1"),
+        ({"n_embd": 0}, "n_embd = 0"),
+        ({"n_head": 0}, "n_head = 0"),
+        ({"mlp_internal_dim_multiplier": -2}, "mlp_internal_dim_multiplier = -2"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"dropout": 1.0}, "dropout = 1.0"),
+        ({"dropout": -0.1}, "dropout = -0.1"),
+        ({"n_head": 3}, r"= 32768: it must be a multiple of 2 \* n_head = 6"),
+        ({"n_embd": 4, "mlp_internal_dim_multiplier": 3}, r"= 12: it must be a multiple of 2 \* n_head = 8"),
     ],
 )
-def test_impossible_configs_are_refused_in_one_line(bad: dict[str, float], message: str) -> None:
+def test_impossible_configs_are_refused_with_one_line(bad: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         BDHConfig(**bad)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""transformers models get attention without masks where that is the same attention, and nowhere else."""
+"""Attention without masks gives the same logits, and is used only where the mask would be causal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidd
     [
         ({"model_type": "llama", "num_key_value_heads": 2}, True),
         ({"model_type": "qwen3", "head_dim": 4, "num_key_value_heads": 2}, True),
-        ({"model_type": "mistral", "sliding_window": 4, "num_key_value_heads": 2}, False),  # not all of the past
-        ({"model_type": "llama", "attn_implementation": "eager"}, False),  # somebody asked for another
+        (
+            {"model_type": "mistral", "sliding_window": 4, "num_key_value_heads": 2},
+            False,
+        ),  # a sliding window is not the causal mask
+        ({"model_type": "llama", "attn_implementation": "eager"}, False),  # the user chose another attention
     ],
 )
-def test_the_same_logits(keys: dict[str, Any], used: bool) -> None:
+def test_logits_are_the_same_as_with_masks(keys: dict[str, Any], used: bool) -> None:
     torch.manual_seed(0)
     keys = {**SIZES, **keys}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -43,7 +46,7 @@ def llama() -> Any:
     return model
 
 
-def test_a_layer_is_compiled_as_one_graph() -> None:
+def test_a_layer_compiles_to_one_graph() -> None:
     model = llama()
     model.model.layers[0].compile(backend="eager", fullgraph=True)
     model(input_ids=torch.randint(0, 50, (2, 9)), use_cache=False).logits.sum().backward()

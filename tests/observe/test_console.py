@@ -46,7 +46,7 @@ def test_plain_lines(clock: Clock) -> None:
     file = io.StringIO()  # not a terminal, so auto is plain
     with Console("auto", 0, 200, file=file) as console:
         console.line("resuming [bold]nothing[/bold]")
-        clock.now += 300  # the first step compiles; the estimate must not believe it
+        clock.now += 300  # the first step compiles; the estimate must not count it
         train(console, clock, 1, 1, 0.0)
         console.metrics(1, {"train/loss": float("nan")})
         train(console, clock, 2, 20, 0.2278)
@@ -65,7 +65,7 @@ def test_plain_lines(clock: Clock) -> None:
     ]
 
 
-def test_time_left_counts_only_the_steps_of_this_process(clock: Clock) -> None:
+def test_the_remaining_time_is_estimated_from_the_steps_of_this_process(clock: Clock) -> None:
     file = io.StringIO()
     console = Console("plain", 1000, 1100, file=file)
     train(console, clock, 1001, 1051, 2.0)
@@ -93,12 +93,12 @@ def test_a_copy_gets_every_line_without_the_bar() -> None:
 
 
 def on_terminal(use: Callable[[io.TextIOWrapper], None]) -> str:
-    """What `use` writes to a real pseudo-terminal, read as it comes: a full terminal blocks its writer."""
+    """Returns what `use` writes to a pseudo-terminal. A thread reads it, because a full terminal blocks its writer."""
     reader, writer = pty.openpty()
     output = bytearray()
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
+        with contextlib.suppress(OSError):  # raised when the other end is closed
             while chunk := os.read(reader, 65536):
                 output.extend(chunk)
 
@@ -112,13 +112,13 @@ def on_terminal(use: Callable[[io.TextIOWrapper], None]) -> str:
 
 
 def frames(output: str) -> list[str]:
-    """The lines drawn, one after another, without the control sequences."""
+    """Returns the lines that were drawn, in order, without control sequences."""
     drawn = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output))
     return [line.rstrip() for line in drawn if line.strip()]
 
 
 @pytest.mark.parametrize(
-    ("columns", "shows"),
+    ("columns", "expected"),
     [
         (120, "step 20/200  loss 3.2101  left 0:41  8.1k tokens/s  elapsed 0:05"),
         (60, "step 20/200  loss 3.2101  left 0:41  8.1k tokens/s"),
@@ -126,7 +126,7 @@ def frames(output: str) -> list[str]:
         (8, "step 20/"),
     ],
 )
-def test_live_bar_fits_the_terminal(clock: Clock, columns: int, shows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_bar_fits_the_terminal(clock: Clock, columns: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
 
@@ -139,11 +139,11 @@ def test_live_bar_fits_the_terminal(clock: Clock, columns: int, shows: str, monk
 
     output = on_terminal(use)
     drawn = frames(output)
-    assert "[b]" in drawn, "messages are not markup"
-    assert drawn[-1].endswith(shows)
+    assert "[b]" in drawn, "messages must not be read as markup"
+    assert drawn[-1].endswith(expected)
     assert all(len(line) <= columns for line in drawn)
     assert ("━" in drawn[-1]) == (columns == 120)
-    assert output.endswith("\x1b[?25h"), "the cursor comes back"
+    assert output.endswith("\x1b[?25h"), "the cursor must be visible again"
 
 
 def test_live_bar_prints_evaluations_above_it_and_redraws_rarely(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_live_bar_prints_evaluations_above_it_and_redraws_rarely(clock: Clock, m
 
     def use(file: io.TextIOWrapper) -> None:
         with Console("rich", 0, 1000, file=file) as console:
-            train(console, clock, 1, 1000, 0.001)  # one second: four redraws, and one each to begin and to end
+            train(console, clock, 1, 1000, 0.001)  # one second: four redraws, plus one at the start and one at the end
             console.metrics(1000, TRAIN)
             console.metrics(1000, {"eval/loss": 2.0})
 
@@ -161,7 +161,7 @@ def test_live_bar_prints_evaluations_above_it_and_redraws_rarely(clock: Clock, m
     assert 5 <= len([line for line in drawn if "left" in line]) <= 8
 
 
-def test_rich_is_obeyed_without_a_terminal() -> None:
+def test_rich_mode_works_without_a_terminal() -> None:
     file = io.StringIO()
     with Console("rich", 0, 10, file=file) as console:
         console.advance(1)

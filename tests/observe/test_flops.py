@@ -35,7 +35,7 @@ def count(model: nn.Module, *inputs: Tensor) -> int | None:
 EXPECTED = 3 * 2 * BATCH * WIDTH * HIDDEN
 
 
-def test_flops_of_linears_equal_the_formula_and_leave_the_model_alone() -> None:
+def test_flops_of_linears_equal_the_formula_and_the_model_is_unchanged() -> None:
     model = Stack()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = tree_to_meta({"x": torch.zeros(BATCH, WIDTH)})
@@ -52,7 +52,7 @@ def test_flops_with_parameters_on_meta_and_buffers_real() -> None:
     assert count(model, torch.zeros(BATCH, WIDTH, device="meta")) == EXPECTED
 
 
-def test_the_copy_never_holds_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_on_meta_never_copies_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Tensor, memo: object) -> None:
         pytest.fail("a tensor with values was copied")
 
@@ -81,11 +81,11 @@ def test_fewer_key_heads_than_queries_are_counted(device: str) -> None:
 
 
 def test_control_flow_that_depends_on_values_gives_none() -> None:
-    class Moody(nn.Linear):
+    class BranchesOnValues(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    assert count(Moody(WIDTH, WIDTH), torch.zeros(BATCH, WIDTH, device="meta")) is None
+    assert count(BranchesOnValues(WIDTH, WIDTH), torch.zeros(BATCH, WIDTH, device="meta")) is None
 
 
 def test_tree_to_meta_keeps_the_nesting() -> None:
@@ -98,7 +98,7 @@ def test_tree_to_meta_keeps_the_nesting() -> None:
     assert meta["a"][0].device.type == meta["a"][1][0].device.type == meta["b"].left.device.type == "meta"
     assert (meta["a"][1][0].shape, meta["a"][1][0].dtype) == ((3,), torch.int64)
     assert (meta["a"][1][1], meta["b"].right, type(meta["b"])) == ("text", 7, Pair)
-    batch = UserDict(x=torch.zeros(2))  # as the batches of Hugging Face's collators are
+    batch = UserDict(x=torch.zeros(2))  # collators of Hugging Face return such batches
     assert isinstance(tree_to_meta(batch), UserDict)
     assert (tree_to_meta(batch)["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
 
@@ -141,7 +141,7 @@ def test_no_peak_for_a_cpu() -> None:
     assert peak_flops("cpu", "fp32") is None
 
 
-def test_memory_follows_what_the_process_holds() -> None:
+def test_memory_rises_and_falls_with_the_process() -> None:
     before = memory_gib("cpu")
     held = torch.ones(2**26)  # a quarter of a GiB
     grown = memory_gib("cpu")

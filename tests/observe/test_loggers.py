@@ -38,7 +38,7 @@ def read_jsonl(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_jsonl_line_is_on_disk_at_once_with_the_step_first(tmp_path: Path) -> None:
+def test_a_jsonl_line_is_written_immediately_with_the_step_first(tmp_path: Path) -> None:
     logger = JsonlLogger(tmp_path, 0)
     logger.log(1, {"train/loss": 2.5, "train/grad_norm": 1.0})
     logger.text(1, "preview", "to be\nor not")
@@ -49,7 +49,7 @@ def test_jsonl_line_is_on_disk_at_once_with_the_step_first(tmp_path: Path) -> No
     logger.close()
 
 
-def test_jsonl_keeps_what_is_not_finite(tmp_path: Path) -> None:
+def test_jsonl_writes_nan_and_infinities_as_text(tmp_path: Path) -> None:
     logger = JsonlLogger(tmp_path, 0)
     logger.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
     logger.close()
@@ -58,14 +58,14 @@ def test_jsonl_keeps_what_is_not_finite(tmp_path: Path) -> None:
     assert (float(record["b"]), float(record["c"])) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "train/lo\xff', b'{"step": 2, "train/loss": 2.5}'])
-def test_jsonl_resume_drops_redone_steps_and_a_torn_line(tmp_path: Path, torn: bytes) -> None:
+@pytest.mark.parametrize("incomplete", [b'{"step": 2, "train/lo\xff', b'{"step": 2, "train/loss": 2.5}'])
+def test_resuming_jsonl_drops_repeated_steps_and_an_incomplete_line(tmp_path: Path, incomplete: bytes) -> None:
     logger = JsonlLogger(tmp_path, 0)
     for step in range(1, 6):
         logger.log(step, {"train/loss": float(step)})
     logger.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(torn)  # killed while writing
+        file.write(incomplete)  # as if killed while writing
     logger = JsonlLogger(tmp_path, 3)
     assert [record["step"] for record in read_jsonl(tmp_path)] == [1, 2, 3]
     logger.log(4, {"train/loss": 40.0})
@@ -74,7 +74,7 @@ def test_jsonl_resume_drops_redone_steps_and_a_torn_line(tmp_path: Path, torn: b
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_jsonl_starts_anew_without_resume(tmp_path: Path) -> None:
+def test_jsonl_starts_from_the_beginning_without_resume(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         logger = JsonlLogger(tmp_path, 0)
         logger.log(1, {"train/loss": value})
@@ -102,8 +102,8 @@ def test_tensorboard_is_readable_before_it_is_closed(tmp_path: Path) -> None:
     logger.close()
 
 
-@pytest.mark.parametrize(("resume_step", "stands"), [(2, [0, 1, 2]), (0, [])])
-def test_tensorboard_hides_redone_steps(tmp_path: Path, resume_step: int, stands: list[int]) -> None:
+@pytest.mark.parametrize(("resume_step", "kept_steps"), [(2, [0, 1, 2]), (0, [])])
+def test_tensorboard_drops_repeated_steps(tmp_path: Path, resume_step: int, kept_steps: list[int]) -> None:
     logger = TensorBoardLogger(tmp_path, 0)
     for step in range(5):
         logger.log(step, {"train/loss": float(step)})
@@ -112,19 +112,22 @@ def test_tensorboard_hides_redone_steps(tmp_path: Path, resume_step: int, stands
     logger.log(3, {"train/loss": 30.0})
     logger.close()
     scalars = read_tensorboard(tmp_path).Scalars("train/loss")
-    assert [(event.step, event.value) for event in scalars] == [*((step, float(step)) for step in stands), (3, 30.0)]
+    assert [(event.step, event.value) for event in scalars] == [
+        *((step, float(step)) for step in kept_steps),
+        (3, 30.0),
+    ]
 
 
-def test_tensorboard_forgets_redone_texts_and_what_was_half_written(tmp_path: Path) -> None:
+def test_tensorboard_drops_repeated_texts_and_an_incomplete_event(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, 0)
     for step in (1, 2, 3, 4):
         logger.log(step, {"train/loss": float(step)})
         logger.text(step, "preview", f"text {step}")
     logger.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
-    path.write_bytes(path.read_bytes()[:-3])  # killed while writing the last one
-    stranger = tmp_path / "tensorboard" / "events.out.tfevents.0.elsewhere"
-    stranger.write_bytes(b"not an event" * 9)
+    path.write_bytes(path.read_bytes()[:-3])  # as if killed while writing the last event
+    other_file = tmp_path / "tensorboard" / "events.out.tfevents.0.elsewhere"
+    other_file.write_bytes(b"not an event" * 9)
     logger = TensorBoardLogger(tmp_path, 2)
     logger.log(3, {"train/loss": 30.0})
     logger.text(3, "preview", "another text")
@@ -132,11 +135,11 @@ def test_tensorboard_forgets_redone_texts_and_what_was_half_written(tmp_path: Pa
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     texts = [event.tensor_proto.string_val[0] for event in events.Tensors("preview/text_summary")]
     assert texts == [b"text 1", b"text 2", b"another text"]
-    assert stranger.read_bytes() == b"not an event" * 9
+    assert other_file.read_bytes() == b"not an event" * 9
     assert len([*(tmp_path / "tensorboard").iterdir()]) == 3
 
 
-def test_tensorboard_with_an_evaluation_that_is_made_again(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_appears_once_in_tensorboard(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, 0)
     for step in (1, 2):
         logger.log(step, {"train/loss": 1.0})
@@ -149,10 +152,10 @@ def test_tensorboard_with_an_evaluation_that_is_made_again(tmp_path: Path) -> No
     assert [event.step for event in events.Scalars("eval/loss")] == [1, 2]
 
 
-# A disk that is full for a while
+# A disk that is full and then has space again
 
 
-def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_for_a_full_disk_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loggers = Loggers([JsonlLogger(tmp_path, 0), TensorBoardLogger(tmp_path, 0)])
     loggers.log(1, {"train/loss": 1.0})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -164,7 +167,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(caplog.messages) == 2  # once for each file
-    assert all("has to wait until it can be written: File too large" in message for message in caplog.messages)
+    assert all("cannot be written and will be tried again: File too large" in message for message in caplog.messages)
     loggers.log(5, {"train/loss": 5.0})
     assert [record["train/loss"] for record in read_jsonl(tmp_path)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [event.value for event in read_tensorboard(tmp_path).Scalars("train/loss")] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -174,9 +177,9 @@ def test_what_could_not_be_written_is_written_later(tmp_path: Path, caplog: pyte
 
 
 def read_wandb(folder: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """The run record and the history of an offline run: a LevelDB log of W&B's own protobuf records.
+    """Reads the run record and the history of an offline run: a LevelDB log of W&B's protobuf records.
 
-    One block of 32 KiB is enough here, and in it every record is whole: crc (4), length (2), type (1), data.
+    These tests fit into one block of 32 KiB, in which no record is split: checksum (4), length (2), type (1), data.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -204,7 +207,7 @@ def test_wandb_offline_and_the_same_run_after_resume(tmp_path: Path, capfd: pyte
         logger.log(resume_step + 1, {"eval/loss": math.inf})
         logger.text(resume_step + 1, "preview", "<to be>")
         logger.close()
-        time.sleep(1)  # W&B names the folder of each attempt by the second
+        time.sleep(1)  # W&B names the folder of each attempt by the time in seconds
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert first.name.rsplit("-", 1)[1] == second.name.rsplit("-", 1)[1] == (tmp_path / "wandb_run_id").read_text()
     assert [row["_step"] for row in read_wandb(second)[1]] == [2]
@@ -213,7 +216,7 @@ def test_wandb_offline_and_the_same_run_after_resume(tmp_path: Path, capfd: pyte
     assert (run.project, run.display_name) == ("fish", "tiny")
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings["training"] == SETTINGS["training"]
-    (row,) = history  # what is logged at one step is one row
+    (row,) = history  # everything that is logged at one step is one row
     assert (row["_step"], row["train/loss"], row["eval/loss"]) == (1, 2.5, math.inf)
     assert row["preview/_type"] == "html-file"
     assert capfd.readouterr() == ("", "")
@@ -233,14 +236,14 @@ def test_wandb_new_run_without_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     assert logged == [11, 12], "a step that W&B already has is refused by it with a warning each time"
 
 
-def test_wandb_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_start_of_wandb_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
     def fail(**options: object) -> None:
         raise wandb.errors.UsageError("no API key\nconfigured")
 
     monkeypatch.setattr(wandb, "init", fail)
-    with pytest.raises(UserError, match=r"^logging\.wandb\.mode=online failed: no API key configured; .*offline$"):
+    with pytest.raises(UserError, match=r"^logging\.wandb\.mode = online: no API key configured; .*offline$"):
         open_loggers(LoggingConfig(wandb=True), tmp_path, "tiny", {}, 0)
     assert list(tmp_path.iterdir()) == []
 
@@ -261,7 +264,7 @@ def test_mlflow_folder_and_the_same_run_after_resume(tmp_path: Path) -> None:
     assert client.get_run((tmp_path / "mlflow_run_id").read_text()).info.status == "RUNNING"
     for step in (3, 4):
         logger.log(step, {"train/loss": float(step)})
-    logger.log(3, {"eval/loss": 9.0})  # the first attempt died before it evaluated
+    logger.log(3, {"eval/loss": 9.0})  # the first attempt was killed before it evaluated
     logger.text(4, "preview", "to be")
     logger.close()
 
@@ -277,7 +280,7 @@ def test_mlflow_folder_and_the_same_run_after_resume(tmp_path: Path) -> None:
     assert text.read_text() == "to be"
 
 
-def test_mlflow_that_fails_later_is_heard_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_mlflow_server_that_fails_later_causes_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlflow")
     logger = MlflowLogger(MlflowConfig(), tmp_path, "tiny", {}, 0)
     loggers = Loggers([logger])
@@ -288,13 +291,13 @@ def test_mlflow_that_fails_later_is_heard_of(tmp_path: Path, caplog: pytest.LogC
     logger._client.log_batch = down
     loggers.log(1, {"train/loss": 1.0})
     loggers.close()
-    assert "MlflowLogger stopped at the end and training goes on: server is gone" in caplog.text
+    assert "MlflowLogger failed at the end and is off; training continues: server is gone" in caplog.text
 
 
-def test_mlflow_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+def test_a_failing_start_of_mlflow_is_a_one_line_error(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     config = LoggingConfig(mlflow=MlflowConfig(tracking_uri="ftp://nowhere"))
-    with pytest.raises(UserError, match=r"^logging\.mlflow\.tracking_uri=ftp://nowhere failed: ") as caught:
+    with pytest.raises(UserError, match=r"^logging\.mlflow\.tracking_uri = ftp://nowhere: ") as caught:
         open_loggers(config, tmp_path, "tiny", {}, 0)
     assert "\n" not in str(caught.value)
 
@@ -304,13 +307,13 @@ def test_mlflow_that_cannot_start_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # which makes importing it an ImportError
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ImportError
     config = LoggingConfig.model_validate({package: True})
-    with pytest.raises(UserError, match=rf"^logging\.{package} is on .*: pip install shoal\[{package}\]$"):
+    with pytest.raises(UserError, match=rf"^logging\.{package} is on, .*; run `pip install shoal\[{package}\]`$"):
         open_loggers(config, tmp_path, "tiny", {}, 0)
 
 
-def test_open_loggers_opens_what_is_asked_for(tmp_path: Path) -> None:
+def test_open_loggers_opens_the_loggers_of_the_config(tmp_path: Path) -> None:
     for asked in ({"jsonl"}, {"tensorboard"}, {"jsonl", "tensorboard"}, set()):
         folder = tmp_path / "-".join(sorted(asked) or ["none"]) / "run"
         config = LoggingConfig(jsonl="jsonl" in asked, tensorboard="tensorboard" in asked)
@@ -336,7 +339,7 @@ class Broken:
         self.log(0, {})
 
 
-def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_warns_once_and_the_others_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken = Broken()
     loggers = Loggers([broken, JsonlLogger(tmp_path, 0)])
     with caplog.at_level(logging.WARNING):
@@ -345,11 +348,11 @@ def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path: Path, caplog
             loggers.text(step, "preview", "to be")
         loggers.close()
     assert [record["step"] for record in read_jsonl(tmp_path)] == [1, 1, 2, 2]
-    assert caplog.messages == ["Broken stopped at step 1 and training goes on: network is down"]
+    assert caplog.messages == ["Broken failed at step 1 and is off; training continues: network is down"]
     assert broken.calls == 1
 
 
-def test_an_evaluation_that_is_made_again_is_there_once(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_appears_once_in_jsonl(tmp_path: Path) -> None:
     logger = JsonlLogger(tmp_path, 0)
     for step in (1, 2):
         logger.log(step, {"train/loss": 1.0})

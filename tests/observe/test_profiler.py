@@ -10,7 +10,7 @@ from shoal.observe.profiler import Profiler
 
 
 def run(profiler: Profiler, first: int, last: int) -> None:
-    """Step n multiplies n matrices, so that a trace tells which steps it holds."""
+    """Runs steps in which step n multiplies n matrices, so that the trace shows which steps it contains."""
     matrix = torch.eye(4)
     for step in range(first, last + 1):
         profiler.step(step)
@@ -23,7 +23,7 @@ def events(output_dir: Path, trace: str) -> list[str]:
     return [event.get("name", "") for event in json.loads((output_dir / "profile" / trace).read_text())["traceEvents"]]
 
 
-def test_trace_holds_exactly_the_chosen_steps(tmp_path: Path) -> None:
+def test_the_trace_contains_exactly_the_chosen_steps(tmp_path: Path) -> None:
     run(Profiler(ProfileConfig(start=3, steps=2), tmp_path), 1, 7)
     names = events(tmp_path, "trace_step_3-4.json")
     assert names.count("aten::mm") == 3 + 4
@@ -33,12 +33,12 @@ def test_trace_holds_exactly_the_chosen_steps(tmp_path: Path) -> None:
     assert len(list((tmp_path / "profile").iterdir())) == 2
 
 
-def test_a_run_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_writes_the_steps_it_recorded(tmp_path: Path) -> None:
     run(Profiler(ProfileConfig(start=3, steps=10), tmp_path), 1, 4)
     assert events(tmp_path, "trace_step_3-4.json").count("aten::mm") == 7
 
 
-def test_a_resumed_run_profiles_only_the_chosen_steps_it_does(tmp_path: Path) -> None:
+def test_a_resumed_run_profiles_only_the_chosen_steps_that_it_runs(tmp_path: Path) -> None:
     run(Profiler(ProfileConfig(start=3, steps=3), tmp_path), 5, 7)
     assert events(tmp_path, "trace_step_5-5.json").count("aten::mm") == 5
     run(Profiler(ProfileConfig(start=3, steps=3), tmp_path / "past"), 6, 7)

@@ -497,7 +497,9 @@ def test_a_name_that_cannot_be_reached(text: dict[str, Any], monkeypatch: pytest
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # put back afterwards
     monkeypatch.setattr("shoal.data.hub._hub_answers", lambda url: False)
     made = recipe(name="nobody/nothing", dataset={**text, "tokenizer": "bytes"})
-    refused("model.name: cannot load 'nobody/nothing': the Hugging Face Hub cannot be reached", made.prepare_data)
+    refused(
+        "model.name = 'nobody/nothing': it cannot be loaded: the Hugging Face Hub cannot be reached", made.prepare_data
+    )
 
 
 REMOTE_CODE = """

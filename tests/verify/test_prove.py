@@ -15,11 +15,12 @@ import torch
 from conftest import ToyRun
 from pool import Pool
 
-from shoal.config import Run, load_run
+from shoal.config import Run, derive_batches, load_run
+from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.compare import compare
-from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, mesh_sizes, own_candidate
+from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.promises import Case, Promise, promise_of
 from shoal.verify.trace import Trace
 from verify.planted import trace_with
@@ -98,7 +99,9 @@ def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
 
 def case_of(run: Run, layout: Candidate, procs: int) -> Case:
     its_run = candidate_run(run, layout, procs)
-    return Case(its_run.config, mesh_sizes(its_run, procs), {"weight": (8, 4)}, {"weight"})
+    spread = layout_on(its_run, procs)
+    batches = derive_batches(its_run.config.training, data_size(spread.mesh))[0]
+    return Case(spread, batches, {"weight": (8, 4)}, {"weight"})
 
 
 def test_a_layout_joins_by_a_row() -> None:
@@ -148,7 +151,7 @@ def test_the_layout_that_a_config_asks_for(
     layout = own_candidate(run, procs)
     assert (layout.name, layout.about) == (name, words)
     case = case_of(run, layout, procs)
-    threshold = case.config.distributed.zero.stage3_param_persistence_threshold
+    threshold = case.layout.zero.stage3_param_persistence_threshold
     assert threshold == (7 if "config_file" in str(distributed) else 100_000)
     assert isinstance(promise_of(case), Promise)
 
@@ -170,7 +173,8 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
         prove(run, 2, runner=Mock(side_effect=RuntimeError("nothing else")), warn=said.append)
     (line,) = said
     assert line.startswith("this config's own layout is not among those that are proved: distributed.mesh: ")
-    assert line.endswith(" = 4, but there are 2 processes; try --procs 4")
+    assert " = 4, but there are 2 processes; " in line
+    assert line.endswith("; try --procs 4")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""BDH, the Dragon Hatchling (arXiv:2509.26507): one set of weights for every level, linear attention over neurons."""
+"""BDH, the Dragon Hatchling (arXiv:2509.26507): all levels share one set of weights; attention is linear."""
 
 from shoal.models.bdh.model import BDH, BDHConfig
 

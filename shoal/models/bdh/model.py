@@ -1,11 +1,11 @@
 """BDH, the Dragon Hatchling, from arXiv:2509.26507.
 
-Every level applies the same weights. A token is read into a large sparse positive vector of neurons; attention is
-linear (no softmax, no scaling) between those vectors, over earlier tokens only; what it recalls gates the neurons,
-and the gated neurons are read back. Parameter names and shapes are those of the public reference.
+All levels apply the same weights. A level maps each token to a large, sparse, positive vector of neurons. Attention
+between these vectors is linear (no softmax, no scaling) and covers only earlier tokens. Its output gates the neurons,
+and the gated neurons are mapped back. Parameter names and shapes are those of the public reference implementation.
 
-Shapes: tokens (batch, time), x (batch, time, embd), everything per head (heads, batch, time, ...). Heads come first
-so that the shared weights, which are per head, are used as they lie and never copied for each sample.
+Shapes: tokens (batch, time), x (batch, time, embd), everything per head (heads, batch, time, ...). Heads come first so
+that the weights, which are per head, are used in their memory layout and not copied for each sample.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ ROPE_THETA = 2**16
 
 @dataclass(frozen=True)
 class BDHConfig:
+    """The sizes of a BDH."""
+
     n_layer: int = 6
     n_embd: int = 256
     dropout: float = 0.1
@@ -36,14 +38,14 @@ class BDHConfig:
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_embd", "n_head", "mlp_internal_dim_multiplier", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
+            raise ValueError(f"dropout = {self.dropout}: it must be at least 0 and below 1")
         neurons = self.mlp_internal_dim_multiplier * self.n_embd
         if neurons % (2 * self.n_head):
             raise ValueError(
-                f"mlp_internal_dim_multiplier * n_embd is {neurons}; it must be a multiple of 2 * n_head = "
-                f"{2 * self.n_head}, because each head turns its equal share of the neurons in pairs"
+                f"mlp_internal_dim_multiplier * n_embd = {neurons}: it must be a multiple of 2 * n_head = "
+                f"{2 * self.n_head}, because each head rotates pairs of its neurons; change one of the three"
             )
 
     @property
@@ -52,16 +54,22 @@ class BDHConfig:
 
 
 def norm(x: Tensor) -> Tensor:
+    """Applies layer norm over the last dimension, without parameters."""
     return F.layer_norm(x, x.shape[-1:])
 
 
 class Embedding(nn.Embedding):
+    """An embedding with the initialisation of BDH."""
+
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
 class Rotary(nn.Module):
-    """The angle of each pair of neurons at each position. `freqs` is in turns per position, twice for each pair."""
+    """Computes the rotation angle of each pair of neurons at each position (RoPE).
+
+    The unit of `freqs` is full turns per position. Each value is stored twice, once for each neuron of a pair.
+    """
 
     def __init__(self, neurons: int) -> None:
         super().__init__()
@@ -70,14 +78,14 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        # On the CPU, whatever the device: powers differ in the last bit between devices, and phases multiply it.
+        # Always on the CPU: powers differ in the last bit between devices, and positions multiply that difference.
         neurons = self.freqs.shape[-1]
         even = torch.arange(neurons, dtype=torch.float32, device="cpu") // 2 * 2
         self.freqs.copy_((1.0 / ROPE_THETA ** (even / neurons) / (2 * math.pi)).view(1, 1, 1, -1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        # model.bfloat16() is meant for weights: with 8 bits of frequency the phases are noise after a few hundred
-        # positions, and a checkpoint would carry that on. So the buffer moves with the model but stays float32.
+        # model.bfloat16() is meant for weights. With frequencies of 8 bits the phases would be noise after a few
+        # hundred positions, also in later checkpoints. So this buffer moves with the model but stays in float32.
         super()._apply(fn, recurse)
         if self.freqs.dtype in (torch.bfloat16, torch.float16):
             self.freqs = nn.Buffer(self.freqs.float())
@@ -85,7 +93,8 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions start … start + length - 1, each (time, pairs), float32 also under autocast."""
+        """Returns cos and sin for positions start … start + length - 1, each (time, pairs), in float32 even under
+        autocast."""
         freqs = self.freqs[0, 0, :, ::2]
         positions = torch.arange(start, start + length, dtype=freqs.dtype, device=freqs.device)
         phases = (positions[:, None] * freqs) % 1 * (2 * math.pi)
@@ -93,10 +102,10 @@ class Rotary(nn.Module):
 
 
 def rotate(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (v[2i], v[2i+1]) by their angles.
+    """Rotates the pairs (v[2i], v[2i+1]) by their angles.
 
-    The tables take v's type here and not earlier, where a rounded phase would be a wrong angle; a rounded cosine is
-    no worse than the rounded v. It is not v that is widened, because tensors over neurons are the largest there are.
+    cos and sin are converted to v's type only here: rounding a phase would give a wrong angle, but rounding a cosine is
+    no worse than the rounding of v. v is not converted to float32, because tensors over neurons are the largest ones.
     """
     cos, sin = cos.to(v.dtype), sin.to(v.dtype)
     even, odd = v.unflatten(-1, (-1, 2)).unbind(-1)
@@ -104,7 +113,8 @@ def rotate(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Heads(nn.Module):
-    """The part of a level that is a sum over heads: given some heads of each weight, it returns their part of it."""
+    """Computes the part of a level that is a sum over heads. If it gets only some heads of each weight, it returns the
+    sum over these heads; tensor parallelism uses this."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -123,37 +133,40 @@ class Heads(nn.Module):
         num_heads = encoder.shape[0]
         x = x.expand(num_heads, *x.shape)
         neurons = torch.einsum("hbtd,hdn->hbtn", x, encoder).relu()
-        keys = rotate(neurons, cos, sin)  # and queries: they are the same
-        recalled = (keys @ keys.mT).tril(-1) @ x
+        keys = rotate(neurons, cos, sin)  # the queries are the same tensor
+        attended = (keys @ keys.mT).tril(-1) @ x
         if memory is not None:
-            recalled = recalled + memory.recall(keys)
+            attended = attended + memory.recall(keys)
             memory.store(keys, x)
-        gates = torch.einsum("hbtd,hdn->hbtn", norm(recalled), encoder_v).relu()
+        gates = torch.einsum("hbtd,hdn->hbtn", norm(attended), encoder_v).relu()
         gated = self.dropout(neurons * gates)
-        # Heads are summed after the product: summed inside it, the gated neurons would be copied to lie side by side.
+        # The sum over heads is outside the einsum: inside, einsum would copy the gated neurons to make them contiguous.
         return torch.einsum("hbtn,hnd->hbtd", gated, decoder.unflatten(0, (num_heads, -1))).sum(0)
 
 
 class Level(nn.Module):
-    """One level. It owns no parameters: the shared ones are arguments, so it can be compiled or checkpointed alone."""
+    """One level. It has no parameters: it gets the shared weights as arguments, so that it can be compiled or
+    checkpointed (activations) separately."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.heads = Heads(dropout)
 
     def forward(self, x: Tensor, *shared: Tensor, memory: Memory | None = None) -> Tensor:
-        """`shared` is encoder, encoder_v, decoder, cos, sin."""
+        """Returns the hidden states of the next level. `shared` is encoder, encoder_v, decoder, cos, sin."""
         return norm(x + norm(self.heads(x, *shared, memory=memory)))
 
 
 class Readout(nn.Module):
-    """Logits of hidden states: a boundary without parameters, so that a loss can be computed over some at a time."""
+    """Computes logits from hidden states. It is a module without parameters, so that a chunked loss can replace it."""
 
     def forward(self, x: Tensor, lm_head: Tensor) -> Tensor:
         return x @ lm_head
 
 
 class BDH(nn.Module):
+    """A language model: embedding, levels that share their weights, and a linear head."""
+
     def __init__(self, config: BDHConfig) -> None:
         super().__init__()
         self.config = config
@@ -169,16 +182,16 @@ class BDH(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters of this module itself; `embed` and `attn` have their own."""
+        """Initialises the parameters of this module; `embed` and `attn` initialise theirs."""
         for parameter in (self.encoder, self.encoder_v, self.decoder, self.lm_head):
             nn.init.normal_(parameter, std=INIT_STD)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (batch, time, vocab), and with targets their mean cross-entropy.
+        """Returns logits (batch, time, vocab) and, if there are targets, the mean cross-entropy.
 
-        With a state the tokens continue the sequence it stands for, and it is moved past them.
+        With a state, the tokens continue the sequence of that state, and the state is updated.
         """
         length = tokens.shape[1]
         shared = (self.encoder, self.encoder_v, self.decoder, *self.attn(state.position if state else 0, length))
@@ -200,11 +213,14 @@ class BDH(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The prompt (batch, time ≥ 1) and its continuation; each new token costs the same, however long the text."""
+        """Returns the prompt (batch, time ≥ 1) followed by new tokens. The cost of a new token does not depend on the
+        length of the text."""
         if prompt_tokens.shape[1] == 0:
-            raise ValueError("the prompt is empty; generation needs at least one token to go on from")
+            raise ValueError("the prompt is empty; generation needs at least one token")
         if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature is {temperature}, top_k is {top_k}; they must be at least 0 and 1")
+            raise ValueError(
+                f"temperature = {temperature}, top_k = {top_k}: temperature must be at least 0, and top_k at least 1"
+            )
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         state, tokens = State(len(self.levels)), [prompt_tokens]

@@ -1,9 +1,9 @@
-"""Tokenising once: each corpus becomes one flat array of tokens in a cache, found again by its contents.
+"""The token cache: each corpus is tokenised once, into one flat array of tokens that is found again by its contents.
 
     <cache>/text/<hash of the text and the tokenizer>.npy    the tokens
-    <cache>/text/<hash of the config>.json                   which token files a config stands for
+    <cache>/text/<hash of the config>.json                   the token files that belong to a config
 
-Preparing looks at the text; opening only follows the second file, so that ranks need not read the corpus again.
+Preparing reads the text. Opening reads only the second file, so that ranks do not have to read the corpus again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _FORMAT = "shoal-text-1"
 
 
 def content_hash(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """Returns a hash that changes whenever the tokens would."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (_FORMAT, tokenizer.identity, corpus.selection):
         digest.update(hashlib.blake2b(part.encode()).digest())
@@ -40,17 +41,17 @@ def content_hash(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> Path:
-    """The token file of this text in this folder, made now if it is not there yet."""
+    """Returns the token file of this text in this folder; writes it first if it does not exist yet."""
     path = folder / f"{content_hash(corpus, tokenizer)}.npy"
-    with locked(path):  # whoever comes second waits, and then finds the file
+    with locked(path):  # a second process waits here, and then finds the file
         if open_tokens(path) is None:
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 _write_tokens(corpus, tokenizer, file)
     return path
 
 
 def open_tokens(path: Path) -> NDArray[Any] | None:
-    """The tokens, memory-mapped; None if the file is missing, cut short or something else."""
+    """Returns the tokens, memory-mapped, or None if the file is missing, truncated or not a token file."""
     try:
         return np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except (OSError, ValueError, EOFError):
@@ -69,18 +70,19 @@ def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, file: IO[bytes]) -> None
                     file.write(tokenizer.encode(piece).astype(dtype).tobytes())
                 except UnicodeDecodeError:
                     raise UserError(
-                        f"dataset.tokenizer: {corpus.files[number]} is not UTF-8; only bytes can read that"
+                        f"dataset.tokenizer: {corpus.files[number]} is not UTF-8; use dataset.tokenizer: bytes"
                     ) from None
                 progress.update(task, advance=len(piece))
             file.write(separator)
     count = (file.tell() - header_bytes) // dtype.itemsize
     if count == 0:
-        raise UserError("dataset.name: there is no text in it")
+        raise UserError("dataset.name: the dataset contains no text; choose another one")
     file.seek(0)
-    assert _write_header(file, dtype, count) == header_bytes  # numpy leaves room for the length to grow
+    assert _write_header(file, dtype, count) == header_bytes  # numpy pads the header so that the length may grow
 
 
 def _write_header(file: IO[bytes], dtype: np.dtype[Any], count: int) -> int:
+    """Writes the header of an .npy file and returns the position after it."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
     return file.tell()
@@ -88,18 +90,20 @@ def _write_header(file: IO[bytes], dtype: np.dtype[Any], count: int) -> int:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone with `path` among all processes. The lock file stays: were it removed, two could hold different ones."""
+    """Holds a lock on `path` among all processes. The lock file is never removed: two processes could otherwise hold
+    locks on two different files."""
     with path.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Writes beside `path`, which must be locked, and renames at the end, so that nobody ever sees half a file."""
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Writes a temporary file and renames it at the end, so that no process ever sees half a file. The caller must hold
+    the lock on `path`."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
