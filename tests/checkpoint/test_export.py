@@ -106,7 +106,7 @@ def test_a_hugging_face_folder_opens_and_computes_the_same(
         assert tokenizer.encode("The same words.", add_special_tokens=False) == [2, 3, 4, 9]
         assert tokenizer.eos_token == "<|endoftext|>"
     else:
-        assert any("bytes" in note for note in done.notes)
+        assert any("bytes" in note for note in done["notes"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
@@ -206,7 +206,7 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
     model, other = Tables(), Tables()
     step_dir = save_model(tmp_path / "step_00000001", model, None)
     done = export(step_dir, tmp_path / file, kind)
-    assert done.nbytes == (tmp_path / file).stat().st_size < 10_000  # not the memory that its tensors are views of
+    assert done["nbytes"] == (tmp_path / file).stat().st_size < 10_000  # not the memory that its tensors are views of
     if kind == "torch":
         other.load_state_dict(torch.load(tmp_path / file, weights_only=True))
     else:
@@ -214,7 +214,7 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
 
         load_model(other, tmp_path / file)
         assert "head.weight" not in load_file(tmp_path / file)
-        assert "head.weight is embed.weight" in done.notes[0]
+        assert "head.weight is embed.weight" in done["notes"][0]
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
     with pytest.raises(UserError, match="exists"):
