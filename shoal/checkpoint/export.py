@@ -1,7 +1,7 @@
 """A checkpoint's weights for people who leave: a Hugging Face folder, one safetensors file, a plain state dict.
 
 Each is written beside its name, opened again with the plain library, compared tensor by tensor, and only then renamed.
-A checkpoint is not trusted: of its config only the recipe `causal_lm` is ever built, and no code that came with it.
+A checkpoint is not trusted: only recipes that are built in are asked for a model, and no code that came with it is run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.checkpoint.inspect import open_step
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.pieces import StoredTensor, write_safetensors
 from shoal.checkpoint.store import Checkpoint, unflatten
-from shoal.config import check_run
+from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, one_line
 from shoal.tensors import DTYPES, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
@@ -186,22 +186,29 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
-    """The causal_lm recipe of a checkpoint's config. Any other is code that a checkpoint may not choose to run."""
+    """Returns the recipe that a checkpoint was trained by, if it is built in and builds a model of transformers.
+
+    A manifest is not trusted: a name in it is looked up in `RECIPES` and never imported.
+    """
     config = checkpoint.manifest.get("config")
-    name = config.get("recipe") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or name != "causal_lm":
-        what = f"recipe {name}" if name else "a loop of its own"
+    config = config if isinstance(config, dict) else {}
+    name, advice = config.get("recipe"), "use --to safetensors or --to torch, which need no recipe"
+    if not isinstance(name, str) or name not in RECIPES:
+        trainer = f"by recipe {name!r}, which is not built in" if name else "without a recipe"
         raise UserError(
-            f"{checkpoint.folder} was trained by {what}, which transformers has no model for; "
-            "use --to safetensors or --to torch, which hold the tensors under the model's own names"
+            f"{checkpoint.folder} was trained {trainer}, and an export runs no code that a checkpoint names; {advice}"
         )
-    sections = {key: config[key] for key in ("model", "dataset") if isinstance(config.get(key), dict)}
+    if not hasattr(import_recipe(name, {}), "transformers_config"):
+        raise UserError(
+            f"{checkpoint.folder} was trained by recipe {name}, which transformers has no model for; {advice}"
+        )
+    sections = {key: config[key] for key in RECIPE_SECTIONS if isinstance(config.get(key), dict)}
     if sections.get("model", {}).get("trust_remote_code"):
         raise UserError(
             f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which an "
-            "export does not run; use --to safetensors"
+            f"export does not run; {advice}"
         )
-    run = check_run({"recipe": "causal_lm", "training": {"max_steps": 1, "batch_size": 1}, **sections})
+    run = check_run({"recipe": name, "training": {"max_steps": 1, "batch_size": 1}, **sections})
     return run.recipe_type(run.recipe_config)
 
 
