@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -29,20 +28,11 @@ Shapes = dict[str, torch.Size]
 """Of the trained parameters, in the order in which ZeRO laid them out."""
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What came out of a folder."""
+def import_deepspeed(trusted: Path, out: Path) -> dict[str, Any]:
+    """Makes the checkpoint in `trusted`, which is opened as a pickle, into a neutral one.
 
-    path: Path
-    stage: int
-    ranks: int
-    step: int
-    tensors: int
-    slots: list[str]
-
-
-def import_deepspeed(trusted: Path, out: Path) -> Imported:
-    """Makes the checkpoint in `trusted`, which is opened as a pickle, into a neutral one."""
+    Returns what `shoal checkpoint import --json` prints.
+    """
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise UserError(f"{out} exists; name a new folder")
     folder = _find(trusted)
@@ -58,7 +48,8 @@ def import_deepspeed(trusted: Path, out: Path) -> Imported:
     layout = {"strategy": "deepspeed", "world_size": len(files), "data_size": len(files)}
     write_checkpoint(out, state, {"step": step}, {"layout": layout, **names, "imported_from": str(folder)})
     slots = sorted({slot for slots in state.optimizer.values() for slot in slots})
-    return Imported(out, stage, len(files), step, len(state.model), slots)
+    facts = {"path": str(out), "stage": stage, "ranks": len(files), "step": step}
+    return {**facts, "tensors": len(state.model), "slots": slots}
 
 
 class _Unlike(Exception):
@@ -106,9 +97,8 @@ def _load(folder: Path, kind: str) -> list[Any]:
     files = sorted(folder.glob(f"*{kind}.pt"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     if not files:
         raise UserError(f"--trust {folder}: there is no *{kind}.pt")
-    load: Callable[..., Any] = torch.load
     try:
-        return [load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
+        return [torch.load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
     except Exception as error:  # a damaged pickle fails in many ways
         raise UserError(f"{folder} cannot be read: {one_line(error)}") from None
 
@@ -168,5 +158,5 @@ def _cut_slot(
     numbers = {float(value) for rank in values for value in rank} if dims <= {0, int, float} else set()
     if len(numbers) != 1:
         raise _Unlike(f"the optimizer's {slot} is neither laid out as weights are nor one number")
-    number = numbers.pop()
+    (number,) = numbers
     yield from ((name, torch.tensor(number, dtype=torch.float32)) for name in names)

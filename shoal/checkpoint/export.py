@@ -1,7 +1,7 @@
 """A checkpoint's weights for people who leave: a Hugging Face folder, one safetensors file, a plain state dict.
 
 Each is written beside its name, opened again with the plain library, compared tensor by tensor, and only then renamed.
-A checkpoint is not trusted: of its config only the recipe `causal_lm` is ever built, and no code that came with it.
+A checkpoint is not trusted: only recipes that are built in are asked for a model, and no code that came with it is run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from shoal.checkpoint.folders import discard, flush, swap_in
 from shoal.checkpoint.frozen_base import BaseProblem, files_of, look_in
 from shoal.checkpoint.inspect import open_step
 from shoal.checkpoint.latest import check_same_model
-from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, write_safetensors
-from shoal.checkpoint.store import Checkpoint
-from shoal.config import check_run
+from shoal.checkpoint.pieces import StoredTensor, write_safetensors
+from shoal.checkpoint.store import Checkpoint, unflatten
+from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, one_line
 from shoal.tensors import DTYPES, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
@@ -49,55 +48,6 @@ _TOKENIZER_FILES = (
 _EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written and compared."""
-
-    path: Path
-    kind: str
-    tensors: int
-    nbytes: int
-    dtype: str
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint's weights, each read and converted when asked for."""
-
-    checkpoint: Checkpoint
-    dtype: torch.dtype | None
-    adapter_only: bool = False
-
-    @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
-        """The model's tensors in the checkpoint, and those that it refers to unless they are to be left out."""
-        tensors = self.checkpoint.tensors.items()
-        own = {name.removeprefix("model/"): tensor for name, tensor in tensors if name.startswith("model/")}
-        return {**own, **({} if self.adapter_only else self.checkpoint.base)}
-
-    @property
-    def tied(self) -> dict[str, str]:
-        """Other names of tensors that are there: alias → name."""
-        tied = self.checkpoint.manifest.get("tied")
-        known = self.stored.keys()
-        return {a: n for a, n in tied.items() if n in known and a not in known} if isinstance(tied, dict) else {}
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Tables that a model keeps as buffers stay as they are: rounded, they would be other tables."""
-        stored = self.stored[name].dtype
-        buffers = self.checkpoint.manifest.get("buffers")
-        kept = isinstance(buffers, list) and name in buffers
-        return self.dtype if self.dtype and stored.is_floating_point and not kept else stored
-
-    def read(self, name: str) -> Tensor:
-        tensor = self.stored[name].read()
-        converted = tensor.to(self.dtype_of(name))
-        if converted.dtype == torch.float16 and not converted.isfinite().all() and tensor.isfinite().all():
-            raise UserError(f"--dtype fp16 cannot hold {name}, whose values go up to {tensor.abs().max():g}; use bf16")
-        return converted
-
-
 def export(
     step_dir: Path,
     out: Path,
@@ -106,79 +56,96 @@ def export(
     force: bool = False,
     base: Path | None = None,
     adapter_only: bool = False,
-) -> Exported:
+) -> dict[str, Any]:
     """Writes the weights of a checkpoint to `out`, in `dtype` (as stored, unless given), and proves that they are.
 
-    Frozen weights that it refers to are read where they were, or in `base`; `adapter_only` leaves them out.
+    Frozen weights that it refers to are read where they were, or in `base`; `adapter_only` leaves them out. Returns
+    what `shoal checkpoint export --json` prints.
     """
-    if to not in _WRITERS:
-        raise UserError(f"--to {to} is not one of {', '.join(_WRITERS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    checkpoint = _find_base(open_step(step_dir), to, base, adapter_only)
+    for option, value, choices in (("--to", to, _WRITERS), ("--dtype", dtype or "fp32", DTYPES)):
+        if value not in choices:
+            raise UserError(f"{option} {value} is not one of {', '.join(choices)}")
+    checkpoint = open_step(step_dir)
+    _check_options(checkpoint, to, base, adapter_only)
     _check_place(out, to, force)
     if out.resolve().is_relative_to(step_dir.resolve()):
         raise UserError(f"{out} is inside the checkpoint, which nothing may be added to; choose another place")
-    source = Source(checkpoint, DTYPES[dtype] if dtype else None, adapter_only)
+    if base:
+        checkpoint = replace(checkpoint, base=look_in(base, checkpoint.base))
+    files = ", ".join(files_of(checkpoint.base))
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         discard(beside)
+        source = Source(checkpoint, dtype, adapter_only)
         notes = _WRITERS[to](source, beside)
         nbytes = _settle(beside)
         swap_in(beside, out.absolute())
-    except DamagedCheckpoint as error:
-        raise UserError(f"damaged checkpoint: {error}") from None
     except BaseProblem as problem:
-        raise UserError(_without_base(checkpoint, problem)) from None
+        raise UserError(
+            f"{checkpoint.folder} refers to frozen weights, and {problem}; give --base PATH if they are elsewhere, or "
+            "--adapter-only with --to safetensors or torch for what the checkpoint itself holds"
+        ) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
     finally:
         discard(beside)
     if checkpoint.base:
-        files = ", ".join(files_of(checkpoint.base))
         whole = f"{len(checkpoint.base)} frozen tensors are from {files}"
         notes = (f"the adapter alone, to frozen weights in {files}" if adapter_only else whole, *notes)
-    return Exported(out, to, len(source.stored), nbytes, dtype or "as stored", notes)
+    facts = {"path": str(out), "kind": to, "tensors": len(source.tensors), "nbytes": nbytes}
+    return {**facts, "dtype": dtype or "as stored", "notes": notes}
 
 
-def _find_base(checkpoint: Checkpoint, to: str, place: Path | None, adapter_only: bool) -> Checkpoint:
-    """The checkpoint, with what it refers to where that is now. Nothing is written if it is nowhere."""
-    if not checkpoint.base:
-        for option, given in (("--base", place), ("--adapter-only", adapter_only)):
-            if given:
-                raise UserError(f"{checkpoint.folder} holds all its weights and refers to no base; leave {option} out")
-        return checkpoint
+def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_only: bool) -> None:
+    for option, given in (("--base", base), ("--adapter-only", adapter_only)):
+        if given and not checkpoint.base:
+            raise UserError(f"{checkpoint.folder} holds all its weights and refers to no base; leave {option} out")
     if adapter_only and to == "hf":
         raise UserError("--to hf writes whole models; give --adapter-only with --to safetensors or --to torch")
-    if adapter_only and place:
+    if adapter_only and base:
         raise UserError("--adapter-only leaves the base out, and --base says where it is; give one of them")
-    if place:
-        return replace(checkpoint, base=look_in(place, checkpoint.base))
-    problem = next(filter(None, files_of(checkpoint.base).values()), None)
-    if problem and not adapter_only:
-        raise UserError(_without_base(checkpoint, problem))
-    return checkpoint
 
 
-def _without_base(checkpoint: Checkpoint, problem: object) -> str:
-    return (
-        f"{checkpoint.folder} refers to frozen weights, and {problem}; give --base PATH if they are elsewhere, or "
-        "--adapter-only with --to safetensors or torch for what the checkpoint itself holds"
-    )
+class Source:
+    """A checkpoint's weights, each read and converted when asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool):
+        """Raises BaseProblem if a file of the base is missing."""
+        self.checkpoint = checkpoint
+        self.tensors: dict[str, StoredTensor] = unflatten(checkpoint.tensors).model  # type: ignore[assignment]
+        for name, tensor in checkpoint.base.items() if not adapter_only else ():
+            tensor.files.check(tensor.source.path)
+            self.tensors[name] = tensor
+        tied, buffers = (checkpoint.manifest.get(key) for key in ("tied", "buffers"))
+        # Tables that a model keeps as buffers stay as they are: rounded, they would be other tables.
+        kept = buffers if isinstance(buffers, list) else []
+        self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        if dtype:
+            floats = (name for name, d in self.dtypes.items() if d.is_floating_point and name not in kept)
+            self.dtypes |= dict.fromkeys([*floats], DTYPES[dtype])
+        aliases = tied.items() if isinstance(tied, dict) else ()
+        self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
+        """Other names of tensors that are there: alias → name."""
+
+    def read(self, name: str) -> Tensor:
+        stored = self.tensors[name].read()
+        tensor = stored.to(self.dtypes[name])
+        if tensor.dtype == torch.float16 and not tensor.isfinite().all() and stored.isfinite().all():
+            raise UserError(f"--dtype fp16 cannot hold {name}, whose values go up to {stored.abs().max():g}; use bf16")
+        return tensor
 
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
-    shapes = {n: torch.empty(t.shape, dtype=source.dtype_of(n), device="meta") for n, t in source.stored.items()}
+    shapes = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
     write_safetensors(path, shapes, source.read)  # one in memory at a time
     _compare(source, load_file(path))
-    if source.tied:
-        return (f"tied, so there once: {', '.join(f'{a} is {n}' for a, n in source.tied.items())}",)
-    return ()
+    aliases = ", ".join(f"{alias} is {name}" for alias, name in source.tied.items())
+    return (f"tied, so there once: {aliases}",) if aliases else ()
 
 
 def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
-    weights = {name: source.read(name) for name in source.stored}
+    weights = {name: source.read(name) for name in source.tensors}
     # A piece is a view of its whole file, and torch.save would write all that a view's memory holds.
     weights = {name: w.clone() if w.untyped_storage().nbytes() != w.nbytes else w for name, w in weights.items()}
     weights |= {alias: weights[name] for alias, name in source.tied.items()}
@@ -194,7 +161,8 @@ def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
 def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     recipe = _recipe(source.checkpoint)
     model = _build(recipe, source)
-    tokens = _few_tokens(model)
+    text = model.config.get_text_config()
+    tokens = torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
     with _quiet_transformers() as transformers:
         expected = _logits(recipe, model, tokens)
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
@@ -218,22 +186,29 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
-    """The causal_lm recipe of a checkpoint's config. Any other is code that a checkpoint may not choose to run."""
+    """Returns the recipe that a checkpoint was trained by, if it is built in and builds a model of transformers.
+
+    A manifest is not trusted: a name in it is looked up in `RECIPES` and never imported.
+    """
     config = checkpoint.manifest.get("config")
-    name = config.get("recipe") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or name != "causal_lm":
-        what = f"recipe {name}" if name else "a loop of its own"
+    config = config if isinstance(config, dict) else {}
+    name, advice = config.get("recipe"), "use --to safetensors or --to torch, which need no recipe"
+    if not isinstance(name, str) or name not in RECIPES:
+        trainer = f"by recipe {name!r}, which is not built in" if name else "without a recipe"
         raise UserError(
-            f"{checkpoint.folder} was trained by {what}, which transformers has no model for; "
-            "use --to safetensors or --to torch, which hold the tensors under the model's own names"
+            f"{checkpoint.folder} was trained {trainer}, and an export runs no code that a checkpoint names; {advice}"
         )
-    sections = {key: config[key] for key in ("model", "dataset") if isinstance(config.get(key), dict)}
+    if not hasattr(import_recipe(name, {}), "transformers_config"):
+        raise UserError(
+            f"{checkpoint.folder} was trained by recipe {name}, which transformers has no model for; {advice}"
+        )
+    sections = {key: config[key] for key in RECIPE_SECTIONS if isinstance(config.get(key), dict)}
     if sections.get("model", {}).get("trust_remote_code"):
         raise UserError(
             f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which an "
-            "export does not run; use --to safetensors"
+            f"export does not run; {advice}"
         )
-    run = check_run({"recipe": "causal_lm", "training": {"max_steps": 1, "batch_size": 1}, **sections})
+    run = check_run({"recipe": name, "training": {"max_steps": 1, "batch_size": 1}, **sections})
     return run.recipe_type(run.recipe_config)
 
 
@@ -243,8 +218,9 @@ def _build(recipe: Any, source: Source) -> Any:
         with parameters_on_meta():
             model = recipe.build_model()
     except (RuntimeError, MemoryError) as error:
-        folder = source.checkpoint.folder
-        raise UserError(f"the model in the config of {folder} cannot be built: {one_line(error)}") from None
+        raise UserError(
+            f"the model in the config of {source.checkpoint.folder} cannot be built: {one_line(error)}"
+        ) from None
     named = [*tensors_with_names(model)]
     shapes = {names[0]: [*tensor.shape] for tensor, names in named}
     check_same_model(source.checkpoint, shapes, "its config was changed, so --to safetensors is what is left")
@@ -254,12 +230,6 @@ def _build(recipe: Any, source: Source) -> Any:
         if id(buffer) in first_names:
             buffer.copy_(source.read(first_names[id(buffer)]))
     return model.eval()
-
-
-def _few_tokens(model: Any) -> Tensor:
-    text = model.config.get_text_config()
-    length = min(12, getattr(text, "max_position_embeddings", None) or 12)
-    return (torch.arange(length)[None] * 7) % text.vocab_size
 
 
 @torch.no_grad()
@@ -275,13 +245,11 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
         return ("no tokenizer: it was trained on bytes, each its own token",)
     if not local.exists():
         return (f"no tokenizer: {name} is on the Hugging Face Hub",)
-    recipe.tokenizer  # noqa: B018  # refuses what is not one
+    eos = recipe.tokenizer.eos  # refuses what is no tokenizer
     if local.is_dir():
-        for file in _TOKENIZER_FILES:
-            if (local / file).is_file():
-                shutil.copyfile(local / file, folder / file)
+        for file in (file for file in _TOKENIZER_FILES if (local / file).is_file()):
+            shutil.copyfile(local / file, folder / file)
     else:
-        eos = recipe.tokenizer.eos
         wrapped = transformers.PreTrainedTokenizerFast(tokenizer_file=str(local))
         if eos is not None:
             wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
@@ -317,7 +285,7 @@ def _compare(
     may_have_more: bool = False,
 ) -> None:
     """Every tensor as it was, to the bit, and no other. A library may widen what it opens."""
-    names = {**{name: name for name in source.stored}, **(aliases or {})}
+    names = {**{name: name for name in source.tensors}, **(aliases or {})}
     for name, stored_name in names.items():
         expected = source.read(stored_name)
         if name not in reloaded or not _same_bits(reloaded[name].to(expected.dtype), expected):

@@ -32,7 +32,7 @@ from shoal.checkpoint.regions import whole_region
 from shoal.errors import UserError, one_line
 from shoal.tensors import fingerprint, local_part, tensors_with_names
 from shoal.types import TrainState, Weights
-from shoal.weights.conversion import FileTensor, Source
+from shoal.weights.conversion import FileTensor
 from shoal.weights.from_files import sources_of
 
 if TYPE_CHECKING:
@@ -172,24 +172,24 @@ class Base:
         self._paths = where_tensors_are(weights.files if weights.kind == "files" else ())
         self._sizes = {path: path.stat().st_size for path in self._paths.values()}
         self._peers = Peers()
-        self.references: dict[str, Referenced] = {}
+        frozen: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
+        sources = sources_of(weights, self._paths) if self._paths else {}
+        for tensor, (name, *aliases) in tensors_with_names(model):
+            source = next((sources[key] for key in (name, *aliases) if key in sources), None)
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            # What is made from several file tensors, or from another form of one, is stored in every checkpoint.
+            if is_frozen and isinstance(source, FileTensor) and _has_bits(here[name]):
+                frozen[name] = (source.name, here[name].dtype, tuple(here[name].shape))
+        self._own = sorted(frozen)
+        self._bits = self._hash_bits(here)
+        self.references = self._look_up(frozen) if self._paths else {}
         """Of all ranks: what is frozen and came from the files."""
-        if self._paths:
-            keys = _frozen(model, sources_of(weights, self._paths))
-            frozen = {name: key for name, key in keys.items() if _has_bits(here[name])}
-            self._own = sorted(frozen)
-            self._bits = self._hash_bits(here)
-            self.references = self._look_up(
-                {name: (key, here[name].dtype, tuple(here[name].shape)) for name, key in frozen.items()}
-            )
 
     def leave_out(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state without what can be read from the files again, and what the manifest says of that."""
         there = self.unchanged(state.model)
-        if not there:
-            return state, {}
         model = {name: tensor for name, tensor in state.model.items() if name not in there}
-        return replace(state, model=model), {"base": about_base(there)}
+        return replace(state, model=model), {"base": about_base(there)} if there else {}
 
     def unchanged(self, here: Mapping[str, Tensor]) -> dict[str, Referenced]:
         """What of the files the model holds as they do, over all ranks; `here` is its state."""
@@ -258,19 +258,6 @@ class Base:
     def _hash_bits(self, here: Mapping[str, Tensor]) -> Tensor:
         """One number for each of this rank's own, on the device."""
         return torch.stack([fingerprint(local_part(here[name])) for name in self._own] or [torch.zeros(())])
-
-
-def _frozen(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, str]:
-    """Returns the frozen parameters that the files hold as they are: name in the model → name in the files.
-
-    What is made from several file tensors, or from another form of one, is stored in every checkpoint.
-    """
-    frozen: dict[str, str] = {}
-    for tensor, names in tensors_with_names(model):
-        source = next((sources[name] for name in names if name in sources), None)
-        if isinstance(source, FileTensor) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-            frozen[names[0]] = source.name
-    return frozen
 
 
 def _has_bits(tensor: Tensor) -> bool:

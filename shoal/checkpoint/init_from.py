@@ -17,8 +17,8 @@ from shoal.checkpoint.folders import step_folders
 from shoal.checkpoint.frozen_base import Base, Referenced, files_of
 from shoal.checkpoint.latest import compare_shapes, find_latest_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.pieces import READ_ERRORS, DamagedCheckpoint
-from shoal.checkpoint.store import open_checkpoint
+from shoal.checkpoint.pieces import READ_ERRORS
+from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError, one_line
 from shoal.tensors import logical_shape, tensors_with_names
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from fnmatch import fnmatch
 from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.checkpoint.folders import damage_note, is_step_folder, remove_checkpoint, step_folders, step_of
-from shoal.checkpoint.frozen_base import BaseAltered, BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
+from shoal.checkpoint.frozen_base import BaseFiles, BaseMissing, BaseProblem, Referenced, files_of, look_in
 from shoal.checkpoint.manifest import MANIFEST, SECTIONS, dtype_name
 from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, tensor_digest
 from shoal.checkpoint.store import TRAINER, Checkpoint, open_checkpoint
@@ -35,35 +33,6 @@ HIGHLIGHTS = (
     "training.mixed_precision",
 )
 _CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A line of `ls`: what the manifest says, without reading tensors."""
-
-    path: str
-    step: int | None
-    """None for a checkpoint whose folder is not named after a step."""
-    when: str
-    bytes: int
-    layout: str | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """What the step was worth, where it was evaluated."""
-    base: dict[str, str | None] = field(default_factory=dict)
-    """Files that it refers to for frozen weights, and why they cannot be used, if so."""
-    problem: str | None = None
-    """Why it is damaged, if it is."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Whether a checkpoint is whole."""
-
-    path: str
-    problem: str | None = None
-    """What is damaged: in the folder, or in the files that it refers to."""
-    missing: str | None = None
-    """Files that it refers to and that are not there. It is not damaged for that; what it holds itself can be used."""
 
 
 @dataclass(frozen=True)
@@ -103,23 +72,46 @@ def open_step(path: Path) -> Checkpoint:
     _check_folder(path, "a step folder")
     if steps := _steps(path):
         raise UserError(f"{path} is a run folder; give one of its step folders, such as {steps[-1]}")
-    try:
-        return open_checkpoint(path)
-    except DamagedCheckpoint as error:
-        if not (path / MANIFEST).exists():
-            raise UserError(
-                f"{path} is not a checkpoint: it has no {MANIFEST}; give a folder such as RUN/checkpoints/step_00000100"
-            ) from None
-        raise UserError(f"damaged checkpoint: {error}") from None
+    if not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path} is not a checkpoint: it has no {MANIFEST}; give a folder such as RUN/checkpoints/step_00000100"
+        )
+    return open_checkpoint(path)
 
 
-def list_checkpoints(run: Path) -> list[Listed]:
-    """The checkpoints of a run, oldest first, with those that are damaged; or a checkpoint that is by itself."""
+def list_checkpoints(run: Path) -> list[dict[str, Any]]:
+    """The checkpoints of a run, oldest first, with those that are damaged; or a checkpoint that is by itself.
+
+    As `shoal checkpoint ls --json` prints them: what the manifests say, without reading tensors.
+    """
     _check_folder(run, "a run folder")
     steps = [run] if (run / MANIFEST).exists() else _steps(run)
     if not steps:
         raise UserError(f"{run} holds no checkpoints; give a run folder, which has checkpoints/step_…")
-    return [_listed(folder) for folder in steps]
+    return [_describe_folder(folder) for folder in steps]
+
+
+def _describe_folder(folder: Path) -> dict[str, Any]:
+    written = folder / MANIFEST if (folder / MANIFEST).exists() else folder
+    row: dict[str, Any] = {
+        "path": str(folder),
+        "step": step_of(folder) if is_step_folder(folder) else None,
+        "when": datetime.fromtimestamp(written.stat().st_mtime).isoformat(" ", "seconds"),
+        "bytes": sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
+        "layout": None,
+        "metrics": {},
+        "base": {},
+        "problem": None,
+    }
+    try:
+        checkpoint = open_checkpoint(folder)
+        if damage_note(folder).exists():
+            raise DamagedCheckpoint(f"{folder}: a run could not read it and passed it over")
+        row["layout"] = say_layout(_dict(checkpoint.manifest.get("layout")))
+        row |= {"metrics": _dict(checkpoint.trainer.get("metrics")), "base": files_of(checkpoint.base)}
+    except UserError as error:
+        row["problem"] = str(error)
+    return {**row, "good": row["problem"] is None}
 
 
 def show(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -144,10 +136,12 @@ def show(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def verify(path: Path, base: Path | None = None) -> Iterator[Verified]:
+def verify(path: Path, base: Path | None = None) -> Iterator[dict[str, Any]]:
     """Reads every byte of a checkpoint, or of all of a run one after another, and compares every digest.
 
-    Frozen weights that it refers to are read where they were, or in `base`; those of a run once for all.
+    Frozen weights that it refers to are read where they were, or in `base`; those of a run once for all. Yields what
+    `shoal checkpoint verify --json` prints. A checkpoint is not damaged if a file that it refers to is missing: what
+    it holds itself can be used.
     """
     _check_folder(path, "a folder")
     folders = _steps(path)
@@ -155,27 +149,18 @@ def verify(path: Path, base: Path | None = None) -> Iterator[Verified]:
         raise UserError(f"{path} is neither a checkpoint nor a run that has some")
     files = BaseFiles()
     for folder in folders or [path]:
+        problem, missing = None, dict[str, None]()
         try:
             checkpoint = open_checkpoint(folder)
-            for stored in checkpoint.tensors.values():
-                stored.check()
-            yield Verified(str(folder), missing=_verify_base(checkpoint, files, base))
-        except (DamagedCheckpoint, UserError) as error:
-            yield Verified(str(folder), problem=str(error))
-
-
-def _verify_base(checkpoint: Checkpoint, files: BaseFiles, place: Path | None) -> str | None:
-    """What of the base is not there; UserError if it is, but altered."""
-    references = look_in(place, checkpoint.base) if place else checkpoint.base
-    missing: dict[str, None] = {}
-    for reference in references.values():
-        try:
-            replace(reference, files=files).check()
-        except BaseMissing as problem:
-            missing[str(problem)] = None
-        except BaseAltered as problem:
-            raise UserError(f"the base that it refers to: {problem}") from None
-    return "; ".join(missing) or None
+            referenced = look_in(base, checkpoint.base) if base else checkpoint.base
+            for tensor in (*checkpoint.tensors.values(), *(replace(t, files=files) for t in referenced.values())):
+                try:
+                    tensor.check()
+                except BaseMissing as error:
+                    missing[str(error)] = None  # each once
+        except UserError as error:
+            problem = str(error)
+        yield {"path": str(folder), "good": not problem, "problem": problem, "missing": "; ".join(missing) or None}
 
 
 def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
@@ -204,20 +189,18 @@ def remove(path: Path, force: bool = False) -> None:
         raise UserError(f"{path} is not a step folder; give one such as RUN/checkpoints/step_00000100")
     if not _looks_like_a_step(path):
         raise UserError(f"{path} is not a checkpoint, so it is not removed; give a folder named step_…")
-    if strange := sorted(entry.name for entry in path.iterdir() if not _is_ours(entry)):
+    ours = [MANIFEST, TRAINER, *(f"{section}{rest}.safetensors" for section in SECTIONS for rest in ("", "-*-of-*"))]
+    entries = (entry for entry in path.iterdir() if not (entry.is_file() and any(map(entry.match, ours))))
+    if strange := sorted(entry.name for entry in entries):
         raise UserError(f"{path} holds {strange[0]!r}, which is of no checkpoint; look at it and remove it yourself")
     folder = path.resolve()
-    if not force and folder.parent.name == "checkpoints" and _newest_whole(folder.parent) == folder:
+    newest_first = reversed(step_folders(folder.parent.parent)) if folder.parent.name == "checkpoints" else ()
+    if not force and folder == next((step for step in newest_first if next(verify(step))["good"]), None):
         raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it all the same")
     try:
         remove_checkpoint(folder)
     except OSError as error:
         raise UserError(f"{path} cannot be removed: {error.strerror}") from None
-
-
-def _newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint of a run whose every byte is as it was written."""
-    return next((f.resolve() for f in reversed(_steps(run)) if next(verify(f)).problem is None), None)
 
 
 def _check_folder(path: Path, kind: str) -> None:
@@ -232,29 +215,6 @@ def _steps(run: Path) -> list[Path]:
 
 def _looks_like_a_step(path: Path) -> bool:
     return path.absolute().name.startswith("step_")
-
-
-def _is_ours(entry: Path) -> bool:
-    ours = [MANIFEST, TRAINER, *(f"{section}{rest}.safetensors" for section in SECTIONS for rest in ("", "-*-of-*"))]
-    return entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in ours)
-
-
-def _listed(folder: Path) -> Listed:
-    written = folder / MANIFEST if (folder / MANIFEST).exists() else folder
-    row = Listed(
-        path=str(folder),
-        step=step_of(folder) if is_step_folder(folder) else None,
-        when=datetime.fromtimestamp(written.stat().st_mtime).isoformat(" ", "seconds"),
-        bytes=sum(entry.stat().st_size for entry in folder.iterdir() if entry.is_file()),
-    )
-    try:
-        checkpoint = open_checkpoint(folder)
-    except (DamagedCheckpoint, UserError) as error:
-        return replace(row, problem=str(error))
-    if damage_note(folder).exists():
-        return replace(row, problem=f"{folder}: a run could not read it and passed it over")
-    layout, metrics = _dict(checkpoint.manifest.get("layout")), _dict(checkpoint.trainer.get("metrics"))
-    return replace(row, layout=say_layout(layout), metrics=metrics, base=files_of(checkpoint.base))
 
 
 def say_layout(layout: dict[str, Any]) -> str:
@@ -306,14 +266,13 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, rtol: float | None) ->
         if _same_digest(a, b):
             return None
         left, right = a.read().contiguous().view(-1), b.read().contiguous().view(-1)
-    except DamagedCheckpoint as error:
-        raise UserError(f"damaged checkpoint: {error}") from None
     except BaseProblem as problem:
         return Differing(name, problem=f"cannot be compared: {problem}")
     if left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
         return None
     max_abs, largest = 0.0, 0.0
-    for one, other in _in_chunks(left, right):
+    for chunks in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):  # float64 takes several times the memory
+        one, other = ((torch.view_as_real(t) if t.is_complex() else t).to(torch.float64, copy=True) for t in chunks)
         apart = (one - other).abs()
         apart[(one == other) | (one.isnan() & other.isnan())] = 0  # infinities minus themselves are no numbers
         max_abs = max(max_abs, apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item())
@@ -328,11 +287,3 @@ def _same_digest(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     digests = (t.source.sha256 if isinstance(t, Referenced) else tensor_digest(t.read()) for t in (a, b))
     return (a.dtype, a.pieces[0].dtype) == (b.dtype, b.pieces[0].dtype) and next(digests) == next(digests)
-
-
-def _in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """In float64, which takes several times the memory, so a part at a time."""
-    for one, other in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):
-        pair = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
-        first, second = (t.to(torch.float64, copy=True) for t in pair)
-        yield first, second

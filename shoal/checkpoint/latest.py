@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.folders import is_step_folder, step_folders, step_of
-from shoal.checkpoint.pieces import DamagedCheckpoint
 from shoal.checkpoint.rotation import CheckpointManager
-from shoal.checkpoint.store import Checkpoint, open_checkpoint
+from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.config.schema import LoaderConfig
 from shoal.config.yaml import flatten
 from shoal.errors import UserError

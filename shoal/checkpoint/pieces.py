@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.checkpoint.regions import Region, whole_region
+from shoal.errors import UserError
 
 READ_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
 """What opening a damaged file, or reading a tensor from it, raises."""
@@ -42,7 +43,7 @@ _DTYPE_NAMES = {
 _CHUNK_BYTES = 1 << 24
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpoint(UserError):
     """The folder is not what its manifest says: cut short, altered, or never finished."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -30,17 +31,14 @@ class Region(NamedTuple):
 
     def overlap(self, other: Region) -> Region | None:
         starts = tuple(map(max, self.offset, other.offset))
-        ends = map(min, self._ends(), other._ends())
-        sides = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        ends = map(min, map(add, self.offset, self.shape), map(add, other.offset, other.shape))
+        sides = tuple(map(sub, ends, starts))
         return Region(starts, sides) if all(side > 0 for side in sides) else None
 
     def within(self, other: Region) -> tuple[slice, ...]:
         """How to index a tensor that holds `other` to get this part of it."""
-        starts = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
+        starts = map(sub, self.offset, other.offset)
         return tuple(slice(start, start + side) for start, side in zip(starts, self.shape, strict=True))
-
-    def _ends(self) -> list[int]:
-        return [start + side for start, side in zip(self.offset, self.shape, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from shoal.checkpoint.folders import (
     step_of,
 )
 from shoal.checkpoint.peers import ALL
-from shoal.checkpoint.pieces import DamagedCheckpoint
-from shoal.checkpoint.store import flatten, open_checkpoint
+from shoal.checkpoint.store import DamagedCheckpoint, flatten, open_checkpoint
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -81,7 +80,7 @@ class CheckpointManager:
         self.wait()
         self.saving_step = trainer["step"]
         ALL.run_on_first(lambda: self._check_ready(num_bytes(state)))
-        self._saver.save(path, state, trainer, about, lambda: self._published(path, trainer))
+        self._saver.save(path, state, trainer, about, lambda: self._published(trainer))
         return path
 
     def wait(self) -> None:
@@ -96,34 +95,31 @@ class CheckpointManager:
 
     def lack_of_room(self, needed_bytes: int) -> str | None:
         """Says so if the disk has no room for a checkpoint of this size beside those that are there."""
-        try:
+        with suppress(OSError):  # whoever writes will find out
             there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
             free_bytes = shutil.disk_usage(there).free
-        except OSError:  # whoever writes will find out
-            return None
-        if free_bytes >= needed_bytes:
-            return None
-        return f"{self.folder} has {_gb(free_bytes)} free, but a checkpoint takes {_gb(needed_bytes)}"
+            if free_bytes < needed_bytes:
+                return f"{self.folder} has {_gb(free_bytes)} free, but a checkpoint takes {_gb(needed_bytes)}"
+        return None
 
-    def _published(self, path: Path, trainer: dict[str, Any]) -> None:
-        """Removes what is superfluous now that `path` is there. Everything is looked up anew, so that a run which was
+    def _published(self, trainer: dict[str, Any]) -> None:
+        """Removes what is superfluous now that a step is there. Everything is looked up anew, so that a run which was
         killed in between leaves nothing behind that its successor does not remove."""
         with self._lock:
-            self._metrics[trainer["step"]] = _worth(trainer)
-            self.saved_step = trainer["step"]
+            self.saved_step = step = trainer["step"]
+            self._metrics[step] = _worth(trainer)
             if self.is_main_process:
-                damage_note(path).unlink(missing_ok=True)
-                self._clear_up_after(trainer["step"])
+                damage_note(self.path_of(step)).unlink(missing_ok=True)
+                self._clear_up_after(step)
 
     def _clear_up_after(self, step: int) -> None:
         good = self.values(up_to=step)
         stay = kept(good, self.keep_last, self.keep_best, self.mode, self.keep_every)
-        last = sorted(good)[-self.keep_last :]
+        # A damaged one does not count; it goes once there are as many good ones after it as are to be kept.
+        enough = sorted(good)[-self.keep_last] if len(good) >= self.keep_last else 0
         for old in step_folders(self.output_dir):
             number = step_of(old)
-            damaged = self._metrics.get(number, {}) is None
-            # A damaged one does not count; it goes once there are as many good ones after it as are to be kept.
-            passed_by = damaged and len(last) == self.keep_last and number < last[0]
+            passed_by = self._metrics.get(number, {}) is None and number < enough
             if (number in good and number not in stay) or (passed_by and not _is_nth(number, self.keep_every)):
                 with suppress(OSError):  # what cannot be removed now is tried again after the next save
                     remove_checkpoint(old)

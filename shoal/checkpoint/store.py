@@ -41,7 +41,8 @@ from shoal.checkpoint.manifest import (
     write_manifest,
 )
 from shoal.checkpoint.peers import ALL, Peers
-from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, write_safetensors
+from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
+from shoal.checkpoint.pieces import StoredTensor, write_safetensors
 from shoal.checkpoint.regions import Held, Region, WrongLayout, local_region, why_not_whole
 from shoal.tensors import local_part
 from shoal.types import TrainState
@@ -201,58 +202,57 @@ def publish(
             discard(beside)
 
 
-Written = tuple[dict[str, Any], dict[str, Any]]
-"""What one rank wrote, as it goes into the manifest: its files, and its tensors with one piece each."""
+Written = tuple[dict[str, Any], list[dict[str, Any]]]
+"""What one rank wrote: what the manifest says of its files, and its pieces, each with the tensor it is of."""
 
 
 def _write_shards(beside: Path, shards: dict[str, LocalShard], peers: Peers) -> Written:
     files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
+    pieces: list[dict[str, Any]] = []
     number = f"-{peers.rank + 1:05d}-of-{peers.size:05d}" if peers.size > 1 else ""
     for section in SECTIONS:
-        names = {name.removeprefix(f"{section}/"): name for name in shards if name.startswith(f"{section}/")}
+        file = f"{section}{number}.safetensors"
+        names = {name.partition("/")[2]: name for name in shards if name.startswith(f"{section}/")}
         if not names:
             continue
-        file = f"{section}{number}.safetensors"
-        files[file], digests = write_safetensors(
-            beside / file, {key: shards[name].tensor for key, name in names.items()}
-        )
+        tensors = {key: shards[name].tensor for key, name in names.items()}
+        files[file], digests = write_safetensors(beside / file, tensors)
         for key, name in names.items():
             dtype, shape, region, _ = shards[name]
             piece = {"file": file, "offset": [*region.offset], "shape": [*region.shape], "sha256": digests[key]}
-            tensors[name] = {"dtype": dtype_name(dtype), "shape": [*shape], "pieces": [piece]}
-    return files, tensors
+            pieces.append({"name": name, "dtype": dtype_name(dtype), "shape": [*shape], "piece": piece})
+    return files, pieces
 
 
 def _finish(beside: Path, folder: Path, written: list[Written], trainer: dict[str, Any], about: dict[str, Any]) -> None:
     text = json.dumps(trainer, indent=1)
     (beside / TRAINER).write_text(text)
-    files: dict[str, Any] = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
-    for rank_files, _ in written:
-        files |= rank_files
+    files = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
+    files |= {file: facts for rank_files, _ in written for file, facts in rank_files.items()}
     versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
     head = {"format": FORMAT if "base" in about else 1, "versions": versions, **about}
-    write_manifest(beside, {**head, "files": files, "tensors": _join([tensors for _, tensors in written])})
+    tensors = _join([piece for _, pieces in written for piece in pieces])
+    write_manifest(beside, {**head, "files": files, "tensors": tensors})
     for path in (beside / TRAINER, beside / MANIFEST, beside):
         flush(path)
     swap_in(beside, folder)
 
 
-def _join(written: list[dict[str, Any]]) -> dict[str, Any]:
+def _join(pieces: list[dict[str, Any]]) -> dict[str, Any]:
     """The logical tensors from the pieces that the ranks wrote."""
-    joined: dict[str, Any] = {}
-    for name, facts in (item for tensors in written for item in tensors.items()):
-        known = joined.setdefault(name, facts | {"pieces": []})
-        if (known["dtype"], known["shape"]) != (facts["dtype"], facts["shape"]):
-            theirs, ours = (f"{one['dtype']} {one['shape']}" for one in (known, facts))
-            raise WrongLayout(f"{name} is {theirs} on one rank and {ours} on another")
-        known["pieces"] += facts["pieces"]
-    for name, facts in joined.items():
-        facts["pieces"].sort(key=lambda piece: piece["offset"])
-        regions = [Region(tuple(piece["offset"]), tuple(piece["shape"])) for piece in facts["pieces"]]
-        if problem := why_not_whole(facts["shape"], regions):
+    tensors: dict[str, Any] = {}
+    for entry in sorted(pieces, key=lambda entry: (entry["name"], entry["piece"]["offset"])):
+        name, dtype, shape = entry["name"], entry["dtype"], entry["shape"]
+        tensor = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
+        if (dtype, shape) != (tensor["dtype"], tensor["shape"]):
+            other = f"{tensor['dtype']} {tensor['shape']}"
+            raise WrongLayout(f"{name} is {other} on one rank and {dtype} {shape} on another")
+        tensor["pieces"].append(entry["piece"])
+    for name, tensor in tensors.items():
+        regions = [Region(tuple(piece["offset"]), tuple(piece["shape"])) for piece in tensor["pieces"]]
+        if problem := why_not_whole(tensor["shape"], regions):
             raise WrongLayout(f"{name}: {problem}")
-    return dict(sorted(joined.items()))
+    return tensors
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

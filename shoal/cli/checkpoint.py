@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
@@ -41,16 +41,10 @@ def ls(
     from shoal.checkpoint.inspect import list_checkpoints
 
     rows = list_checkpoints(run)
-    table = _table("step", "when", "size", "written by", "worth", "")
-    for row in rows:
-        numbers = ((name, value) for name, value in row.metrics.items() if isinstance(value, float | int))
-        worth = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
-        step, state = "?" if row.step is None else str(row.step), "good" if row.problem is None else "damaged"
-        _add(table, step, row.when, _size(row.bytes), row.layout or "?", worth, state)
-    base = {file: problem for row in rows for file, problem in row.base.items()}
-    problems = filter(None, (row.problem for row in rows))
-    data = [{**asdict(row), "good": row.problem is None} for row in rows]
-    _answer(as_json, data, table, *problems, *starmap(_say_base, base.items()))
+    base = {file: problem for row in rows for file, problem in row["base"].items()}
+    problems = (row["problem"] for row in rows if not row["good"])
+    table = _table(("step", "when", "size", "written by", "worth", ""), map(_row_of, rows))
+    _answer(as_json, rows, table, *problems, *starmap(_say_base, base.items()))
 
 
 @app.command()
@@ -75,11 +69,12 @@ def verify(
     from shoal.checkpoint import inspect
 
     rows = []
-    for verified in inspect.verify(path, base):
-        rows.append({"good": verified.problem is None, **asdict(verified)})
-        good = f"good; not looked at: its base {verified.missing}" if verified.missing else "good"
+    for row in inspect.verify(path, base):
+        rows.append(row)
+        state = "good" if row["good"] else f"DAMAGED: {row['problem']}"
+        missing = f"; not looked at: its base {row['missing']}" if row["missing"] else ""
         if not as_json:
-            _print(f"{verified.path}  {f'DAMAGED: {verified.problem}' if verified.problem else good}")
+            _print(f"{row['path']}  {state}{missing}")
     _answer(as_json, rows)
     if not all(row["good"] for row in rows):
         raise typer.Exit(1)
@@ -132,8 +127,8 @@ def export(
     from shoal.checkpoint.export import export as write
 
     done = write(step_dir, out, to, dtype, force, base, adapter_only)
-    told = f"{done.path}  {done.tensors} tensors, {_size(done.nbytes)}, {done.dtype}; opened again and compared: equal"
-    _answer(as_json, asdict(done), told, *done.notes)
+    size = f"{done['tensors']} tensors, {_size(done['nbytes'])}, {done['dtype']}"
+    _answer(as_json, done, f"{out}  {size}; opened again and compared: equal", *done["notes"])
 
 
 @app.command("import")
@@ -158,13 +153,10 @@ def import_(
             "checkpoint import --trust FOLDER OUT"
         )
     done = import_deepspeed(trust, out)
-    kept = f", optimizer {', '.join(done.slots)}" if done.slots else ""
-    _answer(
-        as_json,
-        asdict(done),
-        f"{done.path}  {done.tensors} tensors{kept}, of step {done.step} of ZeRO {done.stage} on {done.ranks} ranks",
-        f"take the weights by checkpoint.init_from={done.path}, or all of it by strategy.load_checkpoint",
-    )
+    slots = f", optimizer {', '.join(done['slots'])}" if done["slots"] else ""
+    layout = f"of step {done['step']} of ZeRO {done['stage']} on {done['ranks']} ranks"
+    advice = f"take the weights by checkpoint.init_from={out}, or all of it by strategy.load_checkpoint"
+    _answer(as_json, done, f"{out}  {done['tensors']} tensors{slots}, {layout}", advice)
 
 
 @app.command()
@@ -181,30 +173,34 @@ def rm(
     _answer(as_json, {"removed": str(step_dir)}, f"removed {step_dir}")
 
 
+def _row_of(row: dict[str, Any]) -> list[str]:
+    numbers = ((name, value) for name, value in row["metrics"].items() if isinstance(value, float | int))
+    worth = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+    step, state = "?" if row["step"] is None else str(row["step"]), "good" if row["good"] else "damaged"
+    return [step, row["when"], _size(row["bytes"]), row["layout"] or "?", worth, state]
+
+
 def _describe(shown: dict[str, Any]) -> Iterator[str | Table]:
     yield f"checkpoint  {shown['path']}"
     for name in ("position", "layout", "metrics", "versions"):
         if shown[name]:
             yield f"{name:<10}  {', '.join(f'{key} {_plain(value)}' for key, value in shown[name].items())}"
     yield from (f"{key} = {_plain(value)}" for key, value in shown["config"].items())
-    tensors = _table("tensor", "shape", "dtype", "size")
-    for row in shown["tensors"]:
-        _add(tensors, row["name"], " × ".join(map(str, row["shape"])) or "1", row["dtype"], _size(row["bytes"]))
-    yield from ("", tensors, f"{len(shown['tensors'])} tensors, {_total_size(shown['tensors'])}")
-    if frozen := shown["base_tensors"]:
-        yield f"and {len(frozen)} frozen, {_total_size(frozen)}, which are not in it"
+    tensors, frozen, slots = shown["tensors"], shown["base_tensors"], shown["slots"]
+    rows = ([t["name"], " × ".join(map(str, t["shape"])) or "1", t["dtype"], _size(t["bytes"])] for t in tensors)
+    yield from ("", _table(("tensor", "shape", "dtype", "size"), rows))
+    yield f"{len(tensors)} tensors, {_size(sum(row['bytes'] for row in tensors))}"
+    if frozen:
+        yield f"and {len(frozen)} frozen, {_size(sum(row['bytes'] for row in frozen))}, which are not in it"
     yield from starmap(_say_base, shown["base"].items())
-    if shown["slots"]:
-        slots = _table("optimizer slot", "tensors", "size")
-        for row in shown["slots"]:
-            _add(slots, row["name"], str(row["tensors"]), _size(row["bytes"]))
-        yield from ("", slots)
+    if slots:
+        rows = ([slot["name"], str(slot["tensors"]), _size(slot["bytes"])] for slot in slots)
+        yield from ("", _table(("optimizer slot", "tensors", "size"), rows))
 
 
 def _say_base(file: str, problem: str | None) -> str:
-    if problem:
-        return f"refers to frozen weights, but {problem}: the adapter alone can be opened"
-    return f"refers to frozen weights in {file}"
+    state = f", but {problem}: the adapter alone can be opened" if problem else f" in {file}"
+    return f"refers to frozen weights{state}"
 
 
 def _describe_difference(
@@ -213,42 +209,43 @@ def _describe_difference(
     if difference.equal:
         how = "to the bit" if rtol is None else f"within {rtol:g}"
         yield f"equal {how}: {difference.compared} tensors and the position"
-    for key, (here, there) in difference.position.items():
-        yield f"{key}: {here} in {a}, {there} in {b}"
+    yield from (f"{key}: {here} in {a}, {there} in {b}" for key, (here, there) in difference.position.items())
     for where, names in ((a, difference.only_in_a), (b, difference.only_in_b)):
         if names:
             more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
             yield f"only in {where}: {', '.join(names[:WORST])}{more}"
     if difference.tensors:
-        table = _table(f"{len(difference.tensors)} of {difference.compared} tensors differ", "largest", "relative")
         single = [tensor for tensor in difference.tensors if everything or tensor.slot is None]
-        shown = single if everything else single[:WORST]
-        for tensor in shown:
-            _add(table, tensor.name, *([tensor.problem, ""] if tensor.problem else _numbers([tensor])))
+        shown, moments = single if everything else single[:WORST], difference.tensors[len(single) :]
+        rows = [(t.name, t.problem, "") if t.problem else (t.name, *_worst([t])) for t in shown]
         if len(single) > len(shown):
-            _add(table, f"and {len(single) - len(shown)} more", "", "")
-        moments = difference.tensors[len(single) :]
+            rows.append((f"and {len(single) - len(shown)} more", "", ""))
         for slot in dict.fromkeys(tensor.slot for tensor in moments):
             tensors = [tensor for tensor in moments if tensor.slot == slot]
             problems = sum(bool(tensor.problem) for tensor in tensors)
             alike = f", {problems} of them not alike" if problems else ""
-            _add(table, f"optimizer/{slot}: {len(tensors)} tensors{alike}", *_numbers(tensors))
-        yield table
+            rows.append((f"optimizer/{slot}: {len(tensors)} tensors{alike}", *_worst(tensors)))
+        yield _table(
+            (f"{len(difference.tensors)} of {difference.compared} tensors differ", "largest", "relative"), rows
+        )
         if len(single) > len(shown) or moments:
             yield "--all lists them one by one"
 
 
-def _numbers(tensors: list[Differing]) -> list[str]:
-    """The worst of these, absolute and relative."""
-    return [f"{max(getattr(tensor, key) or 0 for tensor in tensors):.3g}" for key in ("max_abs", "relative")]
+def _worst(tensors: list[Differing]) -> tuple[str, str]:
+    """The largest of these differences, absolute and relative."""
+    largest, relative = (max(getattr(tensor, key) or 0 for tensor in tensors) for key in ("max_abs", "relative"))
+    return f"{largest:.3g}", f"{relative:.3g}"
 
 
-def _table(*columns: str) -> Table:
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(_printable, row))
     return table
 
 
@@ -263,26 +260,18 @@ def _answer(as_json: bool, data: Any, *lines: str | Table) -> None:
 def _print(line: str | Table) -> None:
     from rich.console import Console
 
-    # Names in a checkpoint may be anything: they are text, neither markup nor commands to a terminal.
-    line = _printable(line) if isinstance(line, str) else line
     wide = None if sys.stdout.isatty() else 400
-    Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(line, str)).print(line)
-
-
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*map(_printable, cells))
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(line, str))
+    console.print(_printable(line) if isinstance(line, str) else line)
 
 
 def _printable(text: str) -> str:
+    """Names in a checkpoint may be anything: they are text, neither markup nor commands to a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _plain(value: Any) -> str:
     return json.dumps(value, default=str) if isinstance(value, dict | list) else str(value)
-
-
-def _total_size(rows: list[dict[str, Any]]) -> str:
-    return _size(sum(row["bytes"] for row in rows))
 
 
 def _size(num_bytes: int) -> str:

@@ -163,7 +163,7 @@ def test_what_is_laid_out_otherwise_is_refused(tmp_path: Path, change: Any, word
     theirs.mkdir()
     torch.save(model, theirs / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": part}, theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert import_deepspeed(theirs, tmp_path / "good").slots == ["exp_avg", "step"]
+    assert import_deepspeed(theirs, tmp_path / "good")["slots"] == ["exp_avg", "step"]
     change(part)
     torch.save({"optimizer_state_dict": part}, theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(UserError, match=f"theirs is not laid out as shoal knows: {words}") as caught:

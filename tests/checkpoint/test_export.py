@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_a_hugging_face_folder_opens_and_computes_the_same(
         assert tokenizer.encode("The same words.", add_special_tokens=False) == [2, 3, 4, 9]
         assert tokenizer.eos_token == "<|endoftext|>"
     else:
-        assert any("bytes" in note for note in done.notes)
+        assert any("bytes" in note for note in done["notes"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
@@ -206,7 +207,7 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
     model, other = Tables(), Tables()
     step_dir = save_model(tmp_path / "step_00000001", model, None)
     done = export(step_dir, tmp_path / file, kind)
-    assert done.nbytes == (tmp_path / file).stat().st_size < 10_000  # not the memory that its tensors are views of
+    assert done["nbytes"] == (tmp_path / file).stat().st_size < 10_000  # not the memory that its tensors are views of
     if kind == "torch":
         other.load_state_dict(torch.load(tmp_path / file, weights_only=True))
     else:
@@ -214,7 +215,7 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
 
         load_model(other, tmp_path / file)
         assert "head.weight" not in load_file(tmp_path / file)
-        assert "head.weight is embed.weight" in done.notes[0]
+        assert "head.weight is embed.weight" in done["notes"][0]
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
     with pytest.raises(UserError, match="exists"):
@@ -401,11 +402,10 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
 
 
 HOSTILE_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "recipe": (lambda m: m["config"].update(recipe="evil:Recipe"), "recipe evil:Recipe"),
     "remote code": (lambda m: m["config"]["model"].update(trust_remote_code=True), "does not run"),
     "vocabulary": (lambda m: m["config"]["model"]["config"].update(vocab_size=10**15), "cannot be built|another model"),
     "shape": (lambda m: m["config"]["model"]["config"].update(intermediate_size=64), "another model"),
-    "no config": (lambda m: m.update(config=[1]), "a loop of its own"),
+    "no config": (lambda m: m.update(config=[1]), "without a recipe"),
     "key": (lambda m: m["config"]["model"]["config"].update(color="red"), "color"),
     "no tokenizer": (lambda m: m["config"]["dataset"].update(tokenizer="/no/such/tokenizer.json"), "no file"),
 }
@@ -413,19 +413,35 @@ HOSTILE_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("what", HOSTILE_CONFIGS)
 def test_a_config_in_a_checkpoint_is_not_trusted(
-    saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, what: str
 ) -> None:
     change, message = HOSTILE_CONFIGS[what]
     step_dir = tmp_path / "step_00000001"
     shutil.copytree(saved("llama")[0], step_dir)
     rewrite_manifest(step_dir, change)
-    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=message) as caught:
         export(step_dir, tmp_path / "out", "hf")
     assert "\n" not in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.py", "step_00000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["evil:Recipe", "evil", ["evil:Recipe"], {"evil": "Recipe"}, "shoal.recipes.causal_lm:CausalLMRecipe", 7]
+)
+def test_a_module_that_a_manifest_names_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Any
+) -> None:
+    step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), {"recipe": recipe})
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('imported').touch()\nclass Recipe: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"is not built in.*use --to safetensors or --to torch") as caught:
+        export(step_dir, tmp_path / "out", "hf")
+    assert "\n" not in str(caught.value)
+    for kind in ("safetensors", "torch"):  # these need no recipe
+        export(step_dir, tmp_path / kind, kind)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evil.py", "safetensors", "step_00000001", "torch"]
+    assert "evil" not in sys.modules
 
 
 def test_bdh_goes_by_its_own_names(tmp_path: Path) -> None:
