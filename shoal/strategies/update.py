@@ -37,7 +37,7 @@ class Update:
         keeps_gradients: bool = False,
         average_over: Sequence[dist.ProcessGroup | None] = (),
     ):
-        """`average_over` are the groups over which gradients are averaged here, if no engine does so in the backward."""
+        """`average_over` are the groups over which gradients are averaged here, if no engine does so earlier."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._average_over, self._stepping = average_over, False
         if self._steps_otherwise():
