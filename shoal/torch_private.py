@@ -1,4 +1,4 @@
-"""Everything shoal uses of torch that torch does not document, with the reason. Nothing private elsewhere."""
+"""Everything that shoal uses of torch and torch does not document, with the reason. No other file does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def as_shard(local: Tensor, parameter: DTensor) -> DTensor:
-    """`local` as this rank's part of a tensor that is laid out as `parameter` is.
+    """Returns `local` as this rank's part of a DTensor with the layout of `parameter`.
 
     Not by DTensor.from_local, which moves it to the mesh's device: what is offloaded to the CPU has to stay there.
     """
@@ -61,13 +61,13 @@ def as_shard(local: Tensor, parameter: DTensor) -> DTensor:
 
 
 def as_rows(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """`local` as this rank's rows of a tensor of this shape. Not by DTensor.from_local, for the same reason."""
+    """Returns `local` as this rank's rows of a DTensor of this shape, without from_local for the same reason."""
     meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """The groups of a mesh are made without asking for how long they may wait."""
+    """Sets the timeout of a group: init_device_mesh does not ask for one."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -77,12 +77,12 @@ def default_store() -> dist.Store:  # type: ignore[name-defined]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for tensors that share memory. On the meta device data_ptr() is 0 for all of them."""
+    """Returns a number that is equal for tensors that share memory. On meta, data_ptr() is 0 for all tensors."""
     return tensor.untyped_storage()._cdata
 
 
 def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the part this rank holds, and where it begins in the whole.
+    """Returns the shape of this rank's part, and its offset in the whole tensor.
 
     Where FSDP shards what tensor parallelism has cut along the same dimension, its placement is a strided one: the cut
     comes first, although its side of the mesh is the inner one.
@@ -118,7 +118,7 @@ def call_without_hooks(module: nn.Module) -> Callable[[], None]:
 
 
 def skip_greeting_itself(stage: PipelineStage) -> None:
-    """Torch 2.11 sends a number between neighbouring stages first, also if they are on one rank, which gloo cannot."""
+    """Stops torch 2.11 from sending a first message between two stages of the same rank, which gloo cannot do."""
     greet = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]  # type: ignore[method-assign]
 
@@ -137,12 +137,12 @@ def agree_on_static_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> No
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that was given to torch.compile, whose wrapper puts `_orig_mod.` before every name."""
+    """Returns the module inside of torch.compile's wrapper, which puts `_orig_mod.` before every name."""
     return getattr(module, "_orig_mod", module)
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has compiled in this process: proof that it engaged."""
+    """Returns how many graphs torch.compile has compiled in this process, as proof that it engaged."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""An alarm for replicas that drifted apart: a cheap hash of every parameter, and of the samples a step took."""
+"""The desync alarm: compares a cheap hash of every parameter between replicas, and the samples that ranks took."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shoal.types import MicroBatch
 
 
 class Desync(RuntimeError):
-    """Ranks that should agree do not."""
+    """Raised when ranks that should agree do not."""
 
 
 def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Compares a hash of what this rank holds of each tensor over the ranks of `group`, which should hold the same.
+    """Compares a hash of each tensor between the ranks of `group`, which should hold the same.
 
     Names the first rank and tensor that differ.
     """
     names = list(named)
     own = torch.stack([fingerprint(local_part(tensor)) for tensor in named.values()])
-    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, own, group=group)
+    by_rank = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(by_rank, own, group=group)
     ranks = dist.get_process_group_ranks(group)
-    for rank, hashes in zip(ranks, told, strict=True):
-        different = (hashes != told[0]).nonzero().flatten().tolist()
+    for rank, hashes in zip(ranks, by_rank, strict=True):
+        different = (hashes != by_rank[0]).nonzero().flatten().tolist()
         if different:
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
             first = names[different[0]]
@@ -36,12 +36,12 @@ def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
 
 
 def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[int, int]]) -> None:
-    """Compares the (epoch, id) of all samples that the ranks took in a step with those the step should have."""
+    """Compares the (epoch, id) of the samples that all ranks took in a step with those of the step."""
     taken = [key for micro in micro_batches if micro.weight for key in zip(micro.epochs, micro.ids, strict=True)]
-    told: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, taken)
+    by_rank: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, taken)
     left = Counter(expected)
-    for rank, keys in enumerate(told):
+    for rank, keys in enumerate(by_rank):
         for epoch, sample in keys:
             left[epoch, sample] -= 1
             if left[epoch, sample] < 0:

@@ -1,4 +1,4 @@
-"""A run's state by the names of the unwrapped model: what a checkpoint stores, whatever the layout."""
+"""The state of a run by the names of the plain model: what a checkpoint stores, in any layout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shoal.types import TrainState
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]) -> TrainState:
-    """`own` is what the strategy itself keeps, such as a loss scale.
+    """Returns weights, buffers and optimizer state; `own` is the strategy's own state, such as a loss scale.
 
-    Where the optimizer steps the local part of a sharded parameter, what it keeps for it is sharded alike.
+    The optimizer state of a sharded parameter is sharded like the parameter.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -37,16 +37,16 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 
 @torch.no_grad()
 def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
-    """The inverse, one tensor at a time. Values are whole tensors or on disk; a rank takes its part of them.
+    """Loads a state one tensor at a time. Its values are whole tensors or on disk; each rank takes its part of them.
 
-    The names must be those of the model (the checkpoint room has checked that). Weights that are not in the state,
-    such as a frozen base that the model has already, stay as they are.
+    The names must be those of the model. Weights that are not in the state, such as a frozen base that the model has
+    already, stay as they are.
     """
     for name, tensor in named_tensors(model).items():
         if name in state.model:
             local_part(tensor).copy_(_part(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer.state.clear()  # what has no state there has none here
+    optimizer.state.clear()  # a parameter without state in the checkpoint has none afterwards
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         whole = sharded_parameter(parameter)
         for slot, value in state.optimizer.get(names[whole], {}).items():
@@ -65,12 +65,12 @@ def restore_scale(own: dict[str, Tensor], state: TrainState) -> None:
 
 
 def sharded_parameter(parameter: Tensor) -> Tensor:
-    """The model's parameter that one of the optimizer's stands for: a sharded layout steps local parts."""
+    """Returns the model's parameter for one of the optimizer's, which may be the local part of a DTensor."""
     return getattr(parameter, "shard_of", parameter)
 
 
 def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
-    """What this rank holds of `value` where it is laid out as `like`."""
+    """Returns this rank's part of `value` in the layout of `like`."""
     if not isinstance(like, DTensor):
         return value.read() if isinstance(value, StoredTensor) else value
     if isinstance(value, DTensor):
@@ -82,13 +82,13 @@ def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
-    """Which optimizer it is, and the numbers in its groups: torch's schedulers go on from the learning rate there."""
+    """Returns the optimizer's class and the numbers in its groups, such as the learning rate that schedulers set."""
     groups = [{key: value for key, value in group.items() if _is_numeric(value)} for group in optimizer.param_groups]
     return {"kind": type(optimizer).__name__, "groups": groups}
 
 
 def check_same_optimizer(optimizer: Optimizer, settings: dict[str, Any] | None, path: Path) -> None:
-    """Refuses moments that mean something else; `settings` are those stored, if any."""
+    """Refuses the state of another kind of optimizer; `settings` are those of the checkpoint, if it has any."""
     kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
     if settings and (settings["kind"], len(settings["groups"])) != (kind, groups):
         raise UserError(
@@ -103,7 +103,7 @@ def restore_settings(optimizer: Optimizer, settings: dict[str, Any] | None) -> N
 
 
 def check_jsonable(name: str, value: Any) -> None:
-    """Refuses what would not come back from JSON as it was."""
+    """Refuses a value that JSON would not give back unchanged."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

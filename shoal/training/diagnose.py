@@ -1,4 +1,4 @@
-"""Which module first makes a number that is not finite. Run only when training has already gone wrong."""
+"""Finds the module that first computes a number that is not finite, once training has gone wrong."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
     All ranks take part, and the first in the order of ranks is named: with one stage on each, the order of stages.
     """
     bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
-    if strategy.any_rank(bool(bad_names)):  # all ranks go on or none does
+    if strategy.any_rank(bool(bad_names)):  # all ranks continue or none does
         return f"parameter {bad_names[0]} is already not finite" if bad_names else "a parameter of another rank"
     found: list[str] = []
     hooks = []
-    # DeepSpeed and pipelines cut the backward into pieces that such hooks do not survive.
+    # Backward hooks on modules do not work under DeepSpeed, nor with a pipeline's split backward.
     watches_backward = strategy.layout.engine != "deepspeed" and strategy.layout.mesh["pp"] == 1
     for name, module in model.named_modules():
         label = f"{name or 'the model'} ({type(module).__name__})"

@@ -1,4 +1,4 @@
-"""What happened since the last line of the log. The device is read only when a line is due."""
+"""The numbers of a log line. They stay on the device until a line is due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
 class Meter:
-    """Keeps what each step left on the device; the host waits for it only in `read` and around a checkpoint."""
+    """Keeps each step's results on the device; the host waits for them only in `read` and before a checkpoint."""
 
     def __init__(
         self, strategy: DistributedStrategy, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int
@@ -33,11 +33,11 @@ class Meter:
         self.restart_clock(loader)
 
     def add(self, output: StepOutput, info: StepInfo) -> None:
-        """Called in the hot loop: adding up here would cost the device a handful of kernels in every step."""
+        """Keeps a step's results. Adding them up here would launch a handful of kernels in every step."""
         self._steps.append((output, info))
 
     def read(self, loader: Loader) -> dict[str, float]:
-        """Loss and norm of the last step; rates since the clock was last restarted, which this does."""
+        """Returns loss and norm of the last step, and rates since the clock was last restarted; restarts the clock."""
         output, info = self._steps[-1]
         loss, norm = output.loss.item(), info.grad_norm.item()
         self._settle()
@@ -60,14 +60,14 @@ class Meter:
         return self._skipped_steps
 
     def restart_clock(self, loader: Loader) -> None:
-        """Leaves what happened until now, such as an evaluation, out of the rates."""
+        """Leaves the time until now, such as that of an evaluation, out of the rates."""
         self._settle()
         self._counted = 0.0
         self._position, self._waited = loader.position, loader.waited_seconds
         self._since = time.perf_counter()
 
     def _settle(self) -> None:
-        """Waits for the steps since the last time and adds them up."""
+        """Waits for the steps since the last call, and adds them up."""
         if not self._steps:
             return
         self._counted += torch.stack([output.count for output, _ in self._steps]).sum().item()
@@ -86,6 +86,6 @@ def flops_per_sample(
     """
     if meta_model is None:
         return None
-    batch = tree_to_meta(prepare_batch(micro, recipe, seed, device))  # whole, also where ranks share it
+    batch = tree_to_meta(prepare_batch(micro, recipe, seed, device))  # the whole batch, also if ranks share sequences
     forward = count_forward_flops(lambda: meta_model(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

@@ -1,4 +1,4 @@
-"""Optimizers by name. All are fused: one kernel for all parameters, and it can skip an update on the device."""
+"""Optimizers by name. All are fused: one kernel updates all parameters, and can skip the update on the device."""
 
 from __future__ import annotations
 

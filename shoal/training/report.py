@@ -1,4 +1,4 @@
-"""The step-1 report: what is in force, who set it, and proof that what was asked for really engaged."""
+"""The report at step 1: what is in force, where each setting came from, and a check that it really engaged."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SECTIONS = {
     "zero_stage": ("deepspeed",),
     "offload": ("deepspeed",),
 }
-"""Sections and keys of `distributed`, and the strategies that look at them."""
+"""Sections and keys of `distributed`, and the strategies that use them."""
 
 
 class Report:
-    """Watches the first step, then tells."""
+    """Watches the first step, and describes the run afterwards."""
 
     flops_per_sample: float | None = None
 
@@ -46,12 +46,12 @@ class Report:
         self._graphs_before = compiled_graphs() if self.training.compile else 0
 
     def watch(self) -> AbstractContextManager[None]:
-        if self.training.mixed_precision != "fp32" and not self.training.compile:  # it does not see into compiled code
+        if self.training.mixed_precision != "fp32" and not self.training.compile:  # it cannot look into compiled code
             return self._witness
         return nullcontext()
 
     def check(self) -> None:
-        """Refuses to go on if something asked for had no effect."""
+        """Stops the run if something that was asked for had no effect."""
         if self.training.compile and compiled_graphs() == self._graphs_before:
             raise UserError(
                 "training.compile = true, but torch.compile compiled nothing of this model (see TORCH_LOGS=dynamo); "
@@ -88,7 +88,7 @@ class Report:
         return f"  ({', '.join(named)})" if named else ""
 
     def _rows(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """What it is called, what is in force, and the keys that say so."""
+        """Yields the name of each row, what is in force, and the keys that decide it."""
         shell, training, config = self.shell, self.training, self.shell.config
         session, strategy, engaged, checkpoints = shell.session, shell.strategy, self.engaged, shell.checkpoints
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
@@ -97,7 +97,7 @@ class Report:
         yield "strategy", f"{engaged.description} on {device}", ("distributed.strategy", "training.device")
         trained, frozen = session.parameter_counts
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
-        kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard makes a class of its own
+        kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
         yield self._weights()
         yield (

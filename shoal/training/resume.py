@@ -1,4 +1,4 @@
-"""Where a run goes on from: the last good checkpoint, or the weights it begins with."""
+"""Resuming: finds and loads the last good checkpoint, or the weights that a run begins with."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
 
 COUNTS = ("step", "samples", "skipped_steps")
-"""What a checkpoint says of a run's position."""
+"""The counts in a checkpoint that give the position of a run."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is when this process begins."""
+    """How far a run has come when this process begins."""
 
     batches: BatchSchedule
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
     evaluated: bool = False
-    """Whether the checkpoint's step was evaluated before it was saved."""
+    """True if the step of the checkpoint was evaluated before it was saved."""
     started_from: str = "scratch"
     weights_from: str | None = None
-    """The checkpoint that the run goes on from, or `init_from`."""
+    """The checkpoint that the run resumes from, or `init_from`."""
     made_with: TrainingConfig | None = None
-    """This run's `training`, with the schedule that the checkpoint was made with."""
+    """The section `training`, with the schedule that the checkpoint was made with."""
 
 
 def restore(
     run: Run, session: Session, manager: CheckpointManager, base: Base, warn: Callable[[str], None]
 ) -> Progress:
-    """Loads the last good checkpoint, if there is one; stops if there are some and none is good."""
+    """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
     strategy, held = session.strategy, session.held()
     folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
@@ -67,7 +67,7 @@ def restore(
             state = checkpoint.checked_for(held)
         except DamagedCheckpoint as error:
             damage = str(error)
-        if strategy.any_rank(bool(damage)):  # one that a single rank cannot read is read by none
+        if strategy.any_rank(bool(damage)):  # if one rank cannot read it, none does
             damages.append(damage or f"{folder}: another rank cannot read it")
             manager.pass_over(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
@@ -84,7 +84,7 @@ def restore(
             made_with=_made_with(checkpoint.manifest["config"], run.config.training),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
-    if damages:  # starting anew would soon rotate away what might still be saved
+    if damages:  # a fresh start would soon delete what might still be rescued
         count = f"the checkpoint {folders[0].name}" if len(damages) == 1 else f"all {len(damages)} checkpoints"
         raise UserError(
             f"checkpoint.resume = {resume}: {count} in {folders[0].parent} cannot be used ({damages[0]}); "
@@ -143,7 +143,7 @@ def load_best(
 
 
 def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:
-    """Ranks that see different checkpoints would go on from different steps."""
+    """Refuses ranks that see different checkpoints: they would resume from different steps."""
     seen = crc32(" ".join(folder.name for folder in folders).encode())
     if strategy.max_over_ranks(seen) != -strategy.max_over_ranks(-seen):
         raise UserError(
@@ -153,7 +153,7 @@ def _check_same_storage(folders: list[Path], manager: CheckpointManager, strateg
 
 
 def _check_position(checkpoint: Checkpoint) -> None:
-    """Refuses what is not a place in a run. Whoever can make digests can write anything."""
+    """Refuses a checkpoint without a valid position. Digests prove nothing about who wrote the numbers."""
     about = checkpoint.manifest
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
@@ -168,7 +168,7 @@ def _check_position(checkpoint: Checkpoint) -> None:
 
 
 def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Callable[[str], None]) -> BatchSchedule:
-    """On another number of ranks the checkpoint's global batch stays, and the accumulation is derived anew.
+    """Returns the batches of the resumed run: the checkpoint's global batch stays, the accumulation is derived anew.
 
     If the config would have given another global batch on the checkpoint's own ranks, its batch keys were changed.
     """
@@ -195,7 +195,7 @@ def _made_with(config: dict[str, Any], now: TrainingConfig) -> TrainingConfig | 
     scheduling = {key: then[key] for key in SCHEDULING if key in then} if isinstance(then, dict) else {}
     try:
         return TrainingConfig.model_validate({**now.model_dump(), **scheduling})
-    except ValidationError:  # of another version, or by another hand
+    except ValidationError:  # written by another version, or by hand
         return None
 
 

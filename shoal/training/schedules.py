@@ -9,14 +9,14 @@ from shoal.config.schema import Decay, TrainingConfig, WarmupStableDecay
 from shoal.config.yaml import format_value
 
 Schedule = Callable[[int], float]
-"""Step (from 0) → the factor on the learning rate."""
+"""Returns the factor on the learning rate at a step, counted from 0."""
 
 SCHEDULING = ("max_steps", "num_epochs", "learning_rate", "lr_scheduler", "warmup_steps", "warmup_ratio")
-"""The keys of `training` that say what the learning rate is at a step."""
+"""The keys of `training` that decide the learning rate at a step."""
 
 
 def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
-    """Rises over the warmup to 1, then follows the named curve to its end at the last step."""
+    """Returns a schedule that rises to 1 over the warmup, then follows the named curve until the last step."""
     warmup = training.warmup_steps
     if warmup is None:
         warmup = round((training.warmup_ratio or 0.0) * total_steps)
@@ -25,7 +25,7 @@ def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
 
 
 def say_jump(then: TrainingConfig, now: TrainingConfig, totals: tuple[int, int], step: int) -> str | None:
-    """What was changed, if a run that goes on at `step` has another learning rate there than it had been planned with.
+    """Returns which keys changed, if a run that resumes at `step` gets another learning rate than was planned.
 
     `totals` are the steps of the whole run, then and now.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: a handler only sets a flag; the loop saves and leaves.
+"""Ctrl-C, SIGTERM and SIGUSR1: a handler only sets a flag; the loop saves and ends.
 
 Before the first step there is nothing to save, and while data is prepared nobody can look at a flag.
 """
@@ -14,16 +14,16 @@ from typing import Any
 
 
 class Stopped(SystemExit):
-    """A signal ended the run before its first step. Unless it is caught, the process leaves with the code for that."""
+    """Raised when a signal ends a run before its first step; uncaught, the process exits with 128 + the signal."""
 
     def __init__(self, number: int, agreed: bool = False):
-        """`agreed`: all ranks leave, and not this one alone."""
+        """`agreed` is True if all ranks end, and not this one alone."""
         super().__init__(128 + number)
         self.signal, self.agreed = signal.Signals(number), agreed
 
 
 class StopFlag:
-    """Set by the first SIGINT, SIGTERM or SIGUSR1 while entered; a later one acts as if we were not here.
+    """A flag that the first SIGINT, SIGTERM or SIGUSR1 sets; a later one has its usual effect.
 
     One within a second is the same wish: launchers, terminals and the kernel pass on what others pass on too.
     """
@@ -38,7 +38,7 @@ class StopFlag:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within, a signal raises Stopped wherever the process is, as Ctrl-C does in any Python program."""
+        """Inside of it, a signal raises Stopped at once, as Ctrl-C does in any Python program."""
         self._ends_at_once = True
         try:
             yield

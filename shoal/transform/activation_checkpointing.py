@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block computes is computed again in the backward instead of being kept.
+"""Activation checkpointing: a block's activations are recomputed in the backward instead of being kept.
 
 It is a layer around the block's forward, so names stay as they are and hooks on `__call__` stay outside.
 """
@@ -36,7 +36,7 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_sc
 def apply_activation_checkpointing(
     model: nn.Module, plan: ParallelPlan, config: ActivationCheckpointingConfig
 ) -> list[str]:
-    """Makes every n-th block, or module of the given classes, recompute itself. Returns the names of those that do."""
+    """Makes every n-th block, or module of the given classes, recompute its activations; returns their names."""
     if config.mode == "none":
         return []
     if config.classes:
@@ -56,7 +56,7 @@ def apply_activation_checkpointing(
 
 
 def num_recomputed() -> int:
-    """How many modules were computed again in this process: proof that it engaged. Compiled ones do not count."""
+    """Returns how many modules this process recomputed, as proof that it engaged; compiled ones do not count."""
     return _Recomputing.times
 
 
@@ -72,13 +72,13 @@ def _recompute_some(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _forward(forward: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:
-    # The keywords come as one argument because torch looks for devices, whose random state it has to put back for the
-    # recomputation, in positional arguments alone.
+    # The keywords come as one positional argument: torch restores the random state of the devices that it finds in
+    # positional arguments alone.
     return forward(*args, **kwargs)
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Around a recomputation, to count it."""
+    """Is entered around a recomputation and counts it."""
 
     times = 0
 
@@ -107,8 +107,8 @@ def _kept_by_operation_counted() -> Contexts:
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:
-    """Keeps what is dear to compute and small to keep: attention, communication, every second matrix product."""
-    # The forward and its recomputation ask in the same order, and some versions of torch ask in the forward alone.
+    """Returns a policy that keeps attention, communication and every second matrix product, and recomputes the rest."""
+    # The forward and the recomputation come in the same order; some versions of torch ask in the forward alone.
     num_products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -117,8 +117,8 @@ def _policy() -> Callable[..., CheckpointPolicy]:
             num_products[context.is_recompute] += 1
             keep = num_products[context.is_recompute] % 2 == 1
         else:
-            # Attention with dropout draws random numbers. If the recomputation did not draw them too, whatever is
-            # random after it would come out otherwise than in the forward.
+            # Attention with dropout draws random numbers. The recomputation must draw them too, or later draws would
+            # differ from those of the forward.
             keep = kind == "communication" or (kind == "attention" and not _drops(args, kwargs))
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -130,21 +130,21 @@ def _kind(operation: Any) -> str:
     name: str = operation.name().partition(".")[0]
     if name in _PRODUCTS:
         return "product"
-    if name.endswith("_"):  # writes in place: there is no output of its own to keep
+    if name.endswith("_"):  # it works in place, so there is no output to keep
         return "other"
     if name.startswith("_c10d_functional::"):
         return "communication"
-    # By word, because every backend has its own: flash, efficient, cudnn, flex, flash for the CPU, foreign kernels.
+    # By word, because every backend has its own operator: flash, efficient, cudnn, flex, flash for the CPU, others.
     return "attention" if "attention" in name or "attn" in name else "other"
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention's dropout, the only fraction among its positional arguments, is on."""
+    """Returns whether an attention drops out; dropout_p is the only float among its positional arguments."""
     return bool(kwargs.get("dropout_p")) or any(isinstance(value, float) and value > 0 for value in args)
 
 
 def _names_by_class(model: nn.Module, classes: list[str], head: str | None) -> list[str]:
-    """The outermost modules of these classes. Not the head, whose output the loss keeps in any case."""
+    """Returns the outermost modules of these classes, without the head, whose output the loss keeps in any case."""
     modules = dict(model.named_modules())
     modules.pop("")
     present = {type(module).__name__ for module in modules.values()}

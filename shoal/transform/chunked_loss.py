@@ -1,4 +1,4 @@
-"""Cross-entropy over the head in chunks of tokens, so that the logits of a whole batch never exist.
+"""Cross-entropy in chunks of tokens, so that the logits of a whole batch never exist at once.
 
 With a large vocabulary they are by far the largest tensor of a step, in float32 and several times over. Here each
 chunk's loss and gradients are computed at once and its logits forgotten; the backward only multiplies.
@@ -25,7 +25,7 @@ Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Te
 
 
 class ChunkedHead:
-    """Takes the place of a head's `forward`. Inside of `scoring` the head returns the loss, elsewhere its logits."""
+    """Makes a head return the loss inside of `scoring`, and its logits elsewhere."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class ChunkedHead:
         compiled: bool = False,
         tensor: TensorParallel | None = None,
     ) -> None:
-        """`tensor` has ranks that each make the logits of some tokens."""
+        """`tensor` is given if ranks share the vocabulary: each then computes the logits of some tokens."""
         self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
-        """Why the head scores itself, and how to do without; for errors."""
+        """Which setting makes the head compute the loss, and what to change otherwise; for errors."""
         if plan.head is None:
             raise UserError(
                 f"{self.cause}, but the recipe's plan names no head to make logits of some tokens at a time; "
                 f"{self.advice}, or name the head in the recipe's parallel_plan"
             )
-        if tensor is not None:  # then also without chunks
+        if tensor is not None:  # also with one chunk
             self.cause = f"distributed.mesh.tp = {tensor.size} cuts the head {plan.head!r}, which then gives the loss"
             self.advice = "take its style vocabulary, and the embedding's, out of the recipe's parallel_plan"
         module = model.get_submodule(plan.head)
@@ -54,7 +54,7 @@ class ChunkedHead:
                 f"{plan.head!r} is a {type(module).__name__}; {self.advice}"
             )
         self.num_scored = 0
-        """How often the head returned a loss: proof that it engaged."""
+        """How often the head returned a loss, as proof that it engaged."""
         self._chunks = chunks
         self._score: Scoring = torch.compile(_score) if compiled else _score
         self._tensor = tensor
@@ -64,10 +64,10 @@ class ChunkedHead:
 
     @contextmanager
     def scoring(self, labels: Tensor, scale: Tensor | None = None) -> Iterator[None]:
-        """Around one call of the model: the head returns the sum of the cross-entropy over labels that are not -100.
+        """Is entered around one call of the model; the head returns the summed cross-entropy over labels that count.
 
-        `scale` is what the loss will be backed through with, `loss.backward(scale)`. Gradients are computed with it
-        already in the forward, because those of fp16 would vanish without.
+        `scale` is what the backward will be called with, `loss.backward(scale)`. Gradients are multiplied by it already
+        in the forward, because those of fp16 would underflow without.
         """
         self._labels, self._scale = labels, scale
         try:
@@ -78,7 +78,7 @@ class ChunkedHead:
     def _forward(self, forward: Callable[..., Tensor], hidden: Tensor, *weight: Tensor) -> Tensor:
         return forward(hidden, *weight) if self._labels is None else self._loss(hidden, *weight)
 
-    @torch.compiler.disable  # a model that is compiled whole ends its graph here
+    @torch.compiler.disable  # if the whole model is compiled, its graph ends here
     def _loss(self, hidden: Tensor, *weights: Tensor) -> Tensor:
         assert self._labels is not None
         self.num_scored += 1
@@ -100,7 +100,7 @@ class ChunkedHead:
             raise UserError(
                 f"{self.cause}, but the head is called on {len(hidden)} tokens for {len(labels)} labels; {self.advice}"
             )
-        # Under no_grad parameters still say that they require a gradient.
+        # Under no_grad, requires_grad of a parameter is still true.
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         loss = _ChunkedLoss.apply(hidden, weight, bias, labels, self._scale, self._chunks, wanted, score)
         assert isinstance(loss, Tensor)
@@ -108,7 +108,7 @@ class ChunkedHead:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The summed cross-entropy of hidden (tokens, embd) @ weight (embd, vocab) + bias against labels (tokens,)."""
+    """Computes the summed cross-entropy of hidden (tokens, embd) @ weight (embd, vocab) + bias and labels (tokens,)."""
 
     @staticmethod
     def forward(
@@ -123,16 +123,16 @@ class _ChunkedLoss(torch.autograd.Function):
         score: Scoring,
     ) -> Tensor:
         kind = hidden.device.type
-        # As autocast would, but the weight once and not for every chunk.
+        # As autocast does, but the weight is cast once and not for every chunk.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if scale is not None:
-            # Fillers are backed through with 0, which nothing could be divided by afterwards.
+            # The backward divides by the scale, which is 0 for a filler micro-batch.
             scale = torch.where(scale == 0, 1.0, scale)
         total = torch.zeros((), device=hidden.device)
-        # Sums over chunks are kept wide; a token's own gradient is no sum over chunks. Strides are the weight's, so
-        # that a transposed one gets a gradient which lies as it does.
+        # Sums over chunks are kept in float32; the gradient of a token's hidden state is no such sum. Gradients have
+        # the strides of their weight, so that a transposed weight gets a transposed gradient.
         wide = torch.promote_types(dtype, torch.float32)
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
         to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
@@ -152,7 +152,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     _add_product(to_weight, hidden[part].mT, to_logits)
                 if to_bias is not None:
                     to_bias += to_logits.sum(0, dtype=wide)
-                del logits, to_logits  # before the next ones are made
+                del logits, to_logits  # free their memory before the next chunk
         ctx.gradients, ctx.scale = (to_hidden, to_weight, to_bias), scale
         return total
 
@@ -160,7 +160,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a loss made in chunks can be backed through once: its gradients are not kept")
+            raise RuntimeError("a chunked loss allows one backward, because its gradients are not kept")
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_output if ctx.scale is None else grad_output / ctx.scale
         scaled = (
@@ -173,7 +173,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _score(
     logits: Tensor, labels: Tensor, scale: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk and, in `dtype` unless that is None, `scale` times its gradient by the logits.
+    """Returns the loss of a chunk and its gradient with respect to the logits, times `scale` and in `dtype`.
 
     In float32 and in place: the logits are overwritten. Compiled, the wide numbers never reach memory.
     """
@@ -185,7 +185,7 @@ def _score(
     if dtype is None:
         return loss, None
     weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
-    # By comparing and not by writing at the labels: that could not be fused, and is refused by deterministic GPUs.
+    # A comparison instead of a scatter at the labels, which cannot be fused and is refused in deterministic mode.
     right = torch.arange(logits.shape[-1], device=logits.device) == chosen
     return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
 
@@ -199,7 +199,7 @@ def _score_part(
     group: dist.ProcessGroup,
     first: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same where the logits are those of the tokens from `first` on, and other ranks have the others."""
+    """Does the same if this rank has the logits of the tokens from `first` on, and other ranks have the others."""
     logits = logits.float()
     counted = labels != IGNORED_LABEL
     chosen = (labels - first)[:, None]
@@ -219,7 +219,7 @@ def _score_part(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, whatever the type and the order of strides of the total."""
+    """Adds left @ right to the total, whatever its type and order of strides."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_contiguous():

@@ -9,7 +9,7 @@ from shoal.types import ParallelPlan
 
 
 def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
-    """Puts torchao's layers in the place of those inside the plan's blocks whose sides are multiples of 16.
+    """Replaces the linear layers inside the plan's blocks whose sides are multiples of 16 by torchao's fp8 layers.
 
     Their parameters, and the names of those, stay. The head stays as it is: its output decides the loss. So do small
     layers outside blocks, which gain nothing.

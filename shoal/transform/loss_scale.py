@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, decided on the device: the host never asks whether a step was skipped."""
+"""Dynamic loss scaling for fp16, computed on the device, so that the host does not wait to know of a skipped step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LossScale:
-    """Halves after a skipped step, doubles after enough good ones in a row."""
+    """A factor on the loss that halves after a skipped step and doubles after enough good steps in a row."""
 
     INITIAL, GROWTH_STEPS = 2.0**16, 2000
 

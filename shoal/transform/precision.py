@@ -1,6 +1,7 @@
-"""Who computes in which type.
+"""The precisions of a run: which type is used where.
 
-Weights, gradients and optimizer state are fp32 in every mode; what differs is what is computed in, and who casts.
+Weights, gradients and optimizer state are fp32 in every mode; modes differ in the type of the computation, and in what
+casts to it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_sc
 
 @dataclass(frozen=True)
 class Types:
-    """The four types of a mode."""
+    """The types that a precision uses."""
 
     storage: str
-    """Of the weights that the optimizer updates."""
+    """The type of the weights that the optimizer updates."""
     compute: str
     accumulate: str
-    """Of gradients that add up over micro-batches."""
+    """The type of gradients while they accumulate over micro-batches."""
     reduce: str
-    """Of gradients that are summed over ranks."""
+    """The type of gradients while they are summed over ranks."""
     cast_by: str
-    """Who brings weights and activations to the compute type."""
+    """What casts weights and activations to the compute type."""
 
 
 PRECISIONS = {
@@ -44,7 +45,7 @@ PRECISIONS = {
 
 
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
-    """Refuses what the device cannot do."""
+    """Refuses a precision that the device cannot compute in."""
     if precision not in PRECISIONS:
         raise UserError(f"mixed_precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
     if "bf16" in precision and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -63,7 +64,7 @@ def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
 
 
 def half_type(precision: str) -> torch.dtype | None:
-    """The half type that a mode computes in, if it does."""
+    """Returns the half type that a precision computes in; None for fp32."""
     compute = PRECISIONS[precision].compute
     return None if compute == "fp32" else DTYPES["bf16" if compute == "fp8" else compute]
 
@@ -77,7 +78,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 
 class HalfWitness(TorchDispatchMode):
-    """Sees whether half precision was computed in: a matrix product that makes it."""
+    """Watches for a matrix product in half precision, as proof that the precision engaged."""
 
     def __init__(self, precision: str) -> None:
         super().__init__()

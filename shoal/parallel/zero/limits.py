@@ -1,4 +1,4 @@
-"""What DeepSpeed would compute otherwise than every other layout, or not at all: refused, by name."""
+"""Checks that refuse what DeepSpeed would compute differently from every other layout, or not at all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.parallel.zero.partition import is_here
 from shoal.types import TrainState
 
 BY_ELEMENT = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD"}
-"""torch's optimizers that treat every element by itself, so that stepping a stretch of elements is stepping all."""
+"""torch's optimizers that treat every element by itself, so that they may step any slice of a tensor."""
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses what is not the same on a stretch of all parameters laid end to end as on each of them."""
+    """Refuses an optimizer that would compute something else on slices of all parameters laid end to end."""
     kind = type(optimizer)
     if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim"):
         raise UserError(
@@ -30,7 +30,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
-    """Parameters that are stepped together have one count of steps."""
+    """Refuses a state in which some parameters of a group have no step count: DeepSpeed keeps one for all of them."""
     counted = {name for name in members if any(not value.shape for value in state.optimizer.get(name, {}).values())}
     if counted and (new := sorted(members.keys() - counted)):
         raise UserError(
@@ -40,7 +40,7 @@ def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None
 
 
 class CheckedLoss:
-    """A recipe whose loss is not to read weights that are elsewhere: under ZeRO-3 they are empty between modules."""
+    """A recipe whose loss must not read weights: under ZeRO-3 they are empty while their module does not compute."""
 
     def __init__(self, recipe: Any, model: nn.Module):
         self._recipe, self._model = recipe, model
@@ -60,9 +60,9 @@ class _NoEmptyWeights(TorchFunctionMode):
         self.names = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told = [*args, *(kwargs or {}).values()] if func.__name__ not in ("__get__", "__set__") else []
-        told += [inner for value in told if isinstance(value, list | tuple) for inner in value]
-        for value in told:
+        values = [*args, *(kwargs or {}).values()] if func.__name__ not in ("__get__", "__set__") else []
+        values += [inner for value in values if isinstance(value, list | tuple) for inner in value]
+        for value in values:
             if isinstance(value, nn.Parameter) and value in self.names and not is_here(value):
                 raise UserError(
                     f"the recipe's loss reads {self.names[value]}, which is on other ranks under ZeRO stage 3, except "

@@ -1,4 +1,4 @@
-"""A place on a local disk for what DeepSpeed keeps there, and the operator that it reads and writes it with."""
+"""Offload to a local disk: the folder for DeepSpeed's files, and the operator that reads and writes them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PREFIX = "shoal-zero-"
 
 
 class SwapFolder:
-    """A folder in `place` for as long as this process lives. Folders of processes that were killed are removed."""
+    """A folder inside `place` that lives as long as this process. Folders of killed processes are removed."""
 
     def __init__(self, place: str, key: str, needed: int = 0):
-        """`needed` is what all ranks of this machine are going to put there, in bytes."""
+        """`needed` is the number of bytes that all ranks of this machine will write."""
         beside = Path(place).expanduser()
         if not beside.is_dir():
             raise UserError(f"{key} = {place}: there is no such folder; make it on a local disk, or use cpu")
@@ -28,7 +28,7 @@ class SwapFolder:
             free = shutil.disk_usage(beside).free
         except OSError as error:
             raise UserError(f"{key} = {place}: {error.strerror or error}") from None
-        if free < needed:  # later it would end in an abort
+        if free < needed:  # DeepSpeed would abort the process when the disk is full
             self.remove()
             there = f"{free / 2**30:.3g} GiB are free and the ranks of this machine need {needed / 2**30:.3g}"
             raise UserError(f"{key} = {place}: {there}; make room, or use cpu")
@@ -56,7 +56,7 @@ def _open_beside(place: Path) -> tuple[Path, IO[str]]:
 
 
 def _is_alive(folder: Path) -> bool:
-    """A lock goes with its process, however that ends."""
+    """Returns whether the process that made a folder still runs: its lock ends with it, however it ends."""
     try:
         with (folder / "alive").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +68,7 @@ def _is_alive(folder: Path) -> bool:
 
 
 def load_operator(speaks: bool, key: str) -> None:
-    """DeepSpeed's asynchronous I/O. It is compiled when it is used first."""
+    """Loads DeepSpeed's asynchronous I/O operator, which is compiled at its first use."""
     from deepspeed.accelerator import get_accelerator
 
     builder: Any = get_accelerator().create_op_builder("AsyncIOBuilder")
@@ -82,6 +82,6 @@ def load_operator(speaks: bool, key: str) -> None:
         print("shoal: loading DeepSpeed's I/O operator; the first time it is compiled, for minutes", file=sys.stderr)
     try:
         builder.load(verbose=False)
-    except Exception as error:  # whatever goes wrong around a compiler
+    except Exception as error:  # compilers fail in many ways
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{key} on a disk needs an operator that DeepSpeed could not compile: {reason}") from None

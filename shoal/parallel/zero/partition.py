@@ -1,9 +1,8 @@
-"""DeepSpeed from the inside. All that shoal uses of it and that it does not document is in this file, with the reason;
-what its files look like is in checkpoint/deepspeed.py.
+"""DeepSpeed's internals: everything that shoal uses and DeepSpeed does not document is in this file, with the reason.
+Its checkpoint files are in checkpoint/deepspeed_import.py.
 
-ZeRO keeps what it splits in flat tensors: a rank's part of a parameter is a stretch of its elements, in the order they
-lie in memory, that begins and ends anywhere. A checkpoint wants rows. `exchange` makes one of the other, a parameter
-at a time.
+ZeRO keeps partitions in flat tensors: a rank's part of a parameter is a stretch of its elements in memory order, which
+begins and ends anywhere. A checkpoint wants rows. `exchange` turns one into the other, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from shoal.tensors import replace_parameters
 from shoal.torch_private import as_rows
 
 _LINEAR = nn.functional.linear
-# The newer name since torch 2.13, where the old one warns.
+# torch 2.13 has a new name for it, and warns about the old one.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Stretch(NamedTuple):
-    """Some of the elements of a flattened tensor, one after the other."""
+    """Consecutive elements of a flattened tensor."""
 
     start: int
     numel: int
@@ -50,24 +49,24 @@ NOTHING = Stretch(0, 0)
 
 
 def is_installed() -> bool:
-    """A folder of that name beside a config would be importable too, as a package without files."""
+    """Returns whether the package is there. A mere folder of that name could be imported, too, as an empty package."""
     spec = find_spec("deepspeed")
     return spec is not None and spec.origin is not None
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, for this kind of device. On import it would otherwise guess, and say so."""
+    """Imports DeepSpeed for this kind of device; left to itself it would guess, and print that."""
     if not is_installed():
         raise UserError(
             "strategy deepspeed, and its checkpoints, need the package deepspeed: pip install 'shoal[deepspeed]'"
         )
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    with _silent():  # it tries compilers, which complain
+    with _silent():  # it tries compilers, which print errors
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
-    # Its own collectives by their older names, since torch 2.13.
+    # It calls collectives by names that torch 2.13 warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.[a-z_]+` is deprecated", FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what matters of it is in the report
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # the report says what matters
     if get_accelerator().device_name() != device.type:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
@@ -78,7 +77,7 @@ def load_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Also for programs that are started meanwhile."""
+    """Discards what this process, and programs that it starts, write to stderr."""
     sys.stderr.flush()
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -91,11 +90,11 @@ def _silent() -> Iterator[None]:
 
 
 class Connection:
-    """From a process group's beginning to its end: what DeepSpeed has to find in the environment, and leaves behind."""
+    """What DeepSpeed needs in the environment while a process group exists; `close` takes it back."""
 
     def __init__(self, deepspeed: Any, device: torch.device, local_size: int):
         self._deepspeed = deepspeed
-        # It takes the number of its device from LOCAL_RANK, which is another one where ranks share a device.
+        # DeepSpeed takes the device index from LOCAL_RANK, which is wrong where ranks share a device.
         self._variables = {"LOCAL_RANK": str(device.index or 0), "LOCAL_SIZE": str(local_size)}
         self._before: dict[str, str | None] = {}
 
@@ -103,7 +102,7 @@ class Connection:
         self._forget()  # a run that failed in this process may have left its groups
         self._before = {name: os.environ.get(name) for name in self._variables}
         os.environ |= self._variables
-        # It would compile a shared-memory collective on first use, for two minutes.
+        # Otherwise it compiles a shared-memory collective at its first use, for two minutes.
         self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
@@ -117,27 +116,27 @@ class Connection:
         self._before = {}
 
     def _forget(self) -> None:
-        """The process group, which is about to end, and what was changed for the whole process."""
+        """Makes DeepSpeed forget the process group, and undoes what it changed for the whole process."""
         from deepspeed.utils import groups
 
         self._deepspeed.comm.comm.cdb = None
         groups._release_process_group_references()
-        nn.functional.linear = _LINEAR  # ZeRO-3's does not keep the weight for the backward
+        nn.functional.linear = _LINEAR  # which ZeRO-3 replaces
 
 
 class Partition:
-    """Where the optimizer that ZeRO wraps keeps its part of every parameter, by the parameter's name."""
+    """Where ZeRO keeps this rank's elements of every parameter, by the parameter's name."""
 
     def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]):
         self.engine, self.zero, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
         self.base: Optimizer = self.zero.optimizer
         self._share_weights()
         self.group: dict[str, int] = {}
-        """Of those that are trained: which of `flats` they lie in."""
+        """The index in `flats` of the tensor that holds a trained parameter."""
         self.offset: dict[str, int] = {}
-        """And where in it this rank's elements begin."""
+        """Where in that tensor this rank's elements of the parameter begin."""
         self.own: dict[str, Stretch] = {}
-        """Which elements of the parameter they are."""
+        """Which elements of the parameter these are."""
         for parameter, name in names.items():
             self.own[name] = self._own_part(parameter)
         for group, parameters in enumerate(self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups):
@@ -145,7 +144,7 @@ class Partition:
                 self.group[names[parameter]] = group
                 self.offset[names[parameter]] = self._place(parameter)
         self.members: dict[int | None, dict[str, nn.Parameter]] = {}
-        """Parameters by the group they are stepped in; None has those that are not."""
+        """The parameters of each group that is stepped together; those of None are frozen."""
         for parameter, name in names.items():
             self.members.setdefault(self.group.get(name), {})[name] = parameter
         everyone: list[dict[str, Stretch]] = [{} for _ in range(dist.get_world_size())]
@@ -153,8 +152,9 @@ class Partition:
         self.stretches = {name: [rank[name] for rank in everyone] for name in names.values()}
 
     def _share_weights(self) -> None:
-        """DeepSpeed steps a copy of this rank's weights, also where they are of the type and in the place of those
-        that compute: let it be the same memory. What it then does after a step is to copy one onto itself.
+        """Makes the weights that DeepSpeed steps and those that compute one memory, if they have one type and device.
+
+        DeepSpeed would keep a copy; what it does after a step is then to copy the memory onto itself.
         """
         if self.stage == 3:
             computing = self.zero.fp16_partitioned_groups_flat
@@ -165,7 +165,7 @@ class Partition:
             if in_memory and (flat.dtype, flat.device) == (same.dtype, same.device):
                 flat.data = same
         if self.stage < 3:
-            self.zero._link_all_hp_params()  # it looks at them by views of the old memory
+            self.zero._link_all_hp_params()  # which are views of the old memory
 
     def _own_part(self, parameter: Any) -> Stretch:
         if self.stage == 3:
@@ -183,16 +183,16 @@ class Partition:
 
     @property
     def flats(self) -> list[Tensor]:
-        """What the optimizer steps: the fp32 weights of this rank."""
+        """The flat fp32 tensors that the optimizer steps on this rank."""
         return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
 
     def on_disk(self, group: int | None) -> bool:
-        """Whether the optimizer's part of a group is in files, of which memory sees one group at a time."""
+        """Returns whether the optimizer state of a group is in files; memory then holds one group at a time."""
         return self.stage == 3 and group is not None and bool(self.zero._swappable_optimizer_subgroup(group))
 
     @contextmanager
     def at_hand(self, group: int | None) -> Iterator[None]:
-        """To read what the optimizer has of a group."""
+        """Has the state of a group in memory, to read it."""
         if self.on_disk(group):
             self.zero._optimizer_states_and_gradient_swap_in(group)
         yield
@@ -201,7 +201,7 @@ class Partition:
 
     @contextmanager
     def to_change(self, group: int | None) -> Iterator[None]:
-        """To put weights and slots into a group; under ZeRO-3 the weights that compute follow."""
+        """Has the state of a group in memory, to change it; under ZeRO-3 the weights that compute are then updated."""
         if self.on_disk(group):
             self.zero._optimizer_states_and_gradient_swap_in(group)
         yield
@@ -211,11 +211,11 @@ class Partition:
             self.zero._optimizer_states_and_gradient_swap_out(group)
 
     def part(self, name: str, flat: Tensor) -> Tensor:
-        """This rank's elements of a parameter, in a tensor that lies as the one of `flats` does."""
+        """Returns this rank's elements of a parameter in a tensor that is laid out as the one in `flats`."""
         return flat.detach()[self.offset[name] :][: self.own[name].numel]
 
     def weights(self, name: str, parameter: Any) -> Tensor:
-        """This rank's elements of a parameter under ZeRO-3, in fp32; padding is left out."""
+        """Returns this rank's elements of a parameter under ZeRO-3, in fp32 and without padding."""
         if name in self.group:
             return self.part(name, self.flats[self.group[name]])
         with _in_memory(parameter) as moved:
@@ -230,7 +230,7 @@ class Partition:
                 parameter.ds_tensor.detach()[: len(own)].copy_(own)
 
     def slots(self, name: str) -> dict[str, Tensor]:
-        """What the optimizer keeps for this rank's elements of a parameter; and numbers it keeps for all of them."""
+        """Returns the optimizer's slots for this rank's elements of a parameter, and numbers for all elements."""
         if name not in self.group:
             return {}
         flat = self.flats[self.group[name]]
@@ -243,7 +243,7 @@ class Partition:
             self.zero.optimizer_swapper.purge_state()
 
     def new_slot(self, name: str, slot: str) -> Tensor:
-        """A place for this rank's elements; zeros for all others of its flat tensor that are not put in."""
+        """Returns the memory of a slot for this rank's elements; the slot is made of zeros if it does not exist."""
         flat = self.flats[self.group[name]]
         state = self.base.state[flat]
         if slot not in state:
@@ -251,13 +251,13 @@ class Partition:
         return self.part(name, state[slot])
 
     def set_number(self, name: str, slot: str, value: Tensor) -> Tensor:
-        """What is one for all elements of a flat tensor, such as how often they were stepped; returns what it is."""
+        """Sets a slot that is one number for all elements, such as the step count, and returns its value."""
         flat = self.flats[self.group[name]]
         kept: Tensor = self.base.state[flat].setdefault(slot, value.to(flat.device, copy=True))
         return kept
 
     def parameter_bytes(self, model: nn.Module) -> int:
-        """What this rank holds of all weights: to compute with, and to step if that is not the same memory."""
+        """Returns the bytes of all weights on this rank: those that compute, and those that are stepped if apart."""
         held: list[Tensor] = [*model.parameters(), *self.flats]
         held += [p.ds_tensor for p in model.parameters() if self.stage == 3]  # type: ignore[attr-defined]
         storages = [tensor.untyped_storage() for tensor in held]
@@ -265,32 +265,32 @@ class Partition:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After all weights and slots were put in."""
+        """Is called after all weights and slots were loaded."""
         if self.stage < 3:
             self.zero.refresh_fp32_params()
             if all(flat in self.base.state for flat in self.flats):
-                # It holds views of the optimizer's tensors, and with them the memory of those that were before.
+                # It holds views of the optimizer's tensors, and so keeps the memory of the old ones alive.
                 self.zero._hp_optimizer_states_linked = False
                 self.zero._lazy_init_hp_params_optimizer_state()
             return
         self.engine.empty_partition_cache()
-        if kept := self.zero.persistent_parameters:  # small ones that stay whole on every rank
+        if kept := self.zero.persistent_parameters:  # small parameters, which are whole on every rank
             kept[0].all_gather(kept)
 
     def step(self, max_norm: float | None, loss_scale: float) -> tuple[Tensor | float, bool]:
-        """Updates; returns the norm and whether it was skipped."""
+        """Updates, and returns the norm and whether the update was skipped."""
         zero = self.zero
         zero.clip_grad, zero.external_loss_scale, zero.custom_loss_scaler = max_norm or 0.0, loss_scale, True
         try:
             self.engine.step()
         finally:
-            zero.custom_loss_scaler = False  # or the next loss would be multiplied by it again
+            zero.custom_loss_scaler = False  # otherwise the next loss would be scaled again
         return self.engine.get_global_grad_norm(), bool(zero.overflow)
 
 
 @contextmanager
 def _in_memory(parameter: Any, write: bool = False) -> Iterator[bool]:
-    """This rank's part of weights that may be on a disk; whether they are."""
+    """Has this rank's part of a parameter in memory; yields whether it was on a disk."""
     moved = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if moved:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
@@ -302,7 +302,7 @@ def _in_memory(parameter: Any, write: bool = False) -> Iterator[bool]:
 
 
 def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters on meta become DTensors there, so that each rank is given its rows alone."""
+    """Replaces parameters on meta by DTensors of rows, so that each rank allocates its rows alone."""
 
     def rows_of(parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.is_meta:
@@ -318,11 +318,11 @@ def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Partitions a model for ZeRO-3, one parameter at a time, so that no rank ever holds more than one of them whole.
+    """Partitions a model for ZeRO-3 one parameter at a time, so that no rank holds more than one of them whole.
 
-    What comes in rows is gathered first. The optimizer, built while parameters still had their shapes, follows.
+    Parameters in rows are gathered first. The optimizer, which was built before, gets the new parameters.
     """
-    init = deepspeed.zero.Init(config_dict_or_path=config)  # which says no half precision, so fp32
+    init = deepspeed.zero.Init(config_dict_or_path=config)  # without half precision in the config: fp32
     _use_lean_linear()
 
     def partitioned(parameter: nn.Parameter) -> nn.Parameter:
@@ -337,7 +337,8 @@ def partition_each(deepspeed: Any, config: dict[str, Any], model: nn.Module, opt
 
 
 def _use_lean_linear() -> None:
-    """DeepSpeed's keeps a parameter for the backward, not its gathered memory; but it rounds before it adds a bias."""
+    """Replaces F.linear by DeepSpeed's, which does not keep gathered weights for the backward, without its rounding
+    before the bias is added."""
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
     class Lean(LinearFunctionForZeroStage3):
@@ -352,7 +353,7 @@ def _use_lean_linear() -> None:
 
 
 def is_here(parameter: Any) -> bool:
-    """Whether a parameter has its elements at this moment, under ZeRO-3."""
+    """Returns whether a parameter is gathered at this moment, under ZeRO-3."""
     return bool(parameter.ds_status.name == "AVAILABLE")
 
 
@@ -363,11 +364,11 @@ def _gather_rows(tensor: DTensor) -> Tensor:
     padded[: len(local)] = local
     gathered = local.new_empty(ranks * most, *tensor.shape[1:])
     _gather_into(gathered, padded)
-    return gathered[:rows].clone()  # its own memory, without what fills it up
+    return gathered[:rows].clone()  # without the padding
 
 
 def row_stretches(shape: tuple[int, ...], ranks: int) -> list[Stretch]:
-    """The elements that ranks hold of a tensor that is cut along its first dimension, as DTensor's Shard(0) cuts."""
+    """Returns the elements that each rank holds of a tensor that is cut along its first dimension, as Shard(0) cuts."""
     rows, row = shape[0], prod(shape[1:])
     most = ceil(rows / ranks)
     starts = [min(rank * most, rows) for rank in range(ranks + 1)]
@@ -375,9 +376,9 @@ def row_stretches(shape: tuple[int, ...], ranks: int) -> list[Stretch]:
 
 
 def exchange(own: Tensor, before: list[Stretch], after: list[Stretch]) -> Tensor:
-    """From the elements that this rank has of a tensor those it is to have, all ranks at once.
+    """Exchanges the elements of a tensor between all ranks: each has `before` and gets `after`.
 
-    Through the host's memory, where they are going or come from; unless every rank has what it is to have.
+    It goes through the host's memory, where the elements come from or go to; nothing is done if both are equal.
     """
     if before == after:
         return own
