@@ -229,7 +229,7 @@ def test_backing_through_twice_is_an_error_and_not_twice_the_factor() -> None:
     with ChunkedHead(model, PLAN, 3).scoring(labels):
         loss = model(tokens)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can be backed through once"):
+    with pytest.raises(RuntimeError, match="allows one backward"):
         loss.backward()
 
 
