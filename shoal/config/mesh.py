@@ -28,7 +28,7 @@ def fill_mesh(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     product = prod(size for size in sizes.values() if size != -1)
     rest, remainder = divmod(world_size, product)
     if remainder or (rest > 1 and not open_dimensions):
-        shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, -1) != -1)
+        shown = " × ".join(f"{name} {sizes[name]}" for name in DIMENSIONS if sizes.get(name, 1) > 1) or "1"
         raise UserError(
             f"distributed.mesh: {shown} does not divide the {world_size} processes; change one of them"
             if open_dimensions

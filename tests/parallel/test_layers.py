@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import UserError
 from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
-from shoal.strategies import MeshStrategy, SingleStrategy, ThreeDParallelism
+from shoal.strategies import DistributedStrategy, Loop, MeshStrategy, SingleStrategy, ThreeDParallelism
 from shoal.types import ParallelPlan
 
 WIDTH, HEADS, ROWS, TIME = 16, 4, 3, 5
@@ -62,13 +62,15 @@ def whole(tensor: Tensor) -> Tensor:
 def take_a_step(strategy: Any, kv_heads: int, bias: bool) -> dict[str, Any]:
     x = torch.randn(ROWS, TIME, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with strategy:
-        model = strategy.wrap_model(build(kv_heads, bias))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loop = Loop(strategy)
+        model, _ = loop.wrap(
+            build(kv_heads, bias), lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        )
         held = {name: [*getattr(p, "to_local", p.detach)().shape] for name, p in model.named_parameters()}
         output = model(x)
-        strategy.backward(output.square().mean())
+        loop.backward(output.square().mean())
         gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-        info = strategy.step(optimizer, max_norm=0.1)
+        info = loop.step(max_norm=0.1)
         return {
             "held": held,
             "output": output.detach(),
@@ -132,60 +134,60 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
 
-def wrap_odd_heads(strategy: MeshStrategy) -> None:
-    strategy.wrap_model(nn.Sequential(TensorParallelAttention(12, 3)))
+def wrap_odd_heads(strategy: DistributedStrategy) -> None:
+    Loop(strategy).wrap(nn.Sequential(TensorParallelAttention(12, 3)))
 
 
-def wrap_few_kv_heads(strategy: MeshStrategy) -> None:
-    strategy.wrap_model(nn.Sequential(TensorParallelAttention(16, 4, num_kv_heads=1)))
+def wrap_few_kv_heads(strategy: DistributedStrategy) -> None:
+    Loop(strategy).wrap(nn.Sequential(TensorParallelAttention(16, 4, num_kv_heads=1)))
 
 
-def wrap_odd_columns(strategy: MeshStrategy) -> None:
-    strategy.wrap_model(nn.Sequential(ColumnParallelLinear(4, 5)))
+def wrap_odd_columns(strategy: DistributedStrategy) -> None:
+    Loop(strategy).wrap(nn.Sequential(ColumnParallelLinear(4, 5)))
 
 
-def wrap_what_has_no_style(strategy: MeshStrategy) -> None:
-    strategy.wrap_model(nn.Sequential(nn.Linear(4, 4)))
+def wrap_what_has_no_style(strategy: DistributedStrategy) -> None:
+    Loop(strategy).wrap(nn.Sequential(nn.Linear(4, 4)))
 
 
-def wrap_tied(strategy: MeshStrategy) -> None:
-    strategy.wrap_model(Tied())
+def wrap_tied(strategy: DistributedStrategy) -> None:
+    Loop(strategy).wrap(Tied())
 
 
-def prepare(strategy: MeshStrategy, model: nn.Module, styles: dict[str, Any]) -> None:
+def prepare(strategy: DistributedStrategy, model: nn.Module, styles: dict[str, Any]) -> None:
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters()), ParallelPlan(tensor=styles))
 
 
-def name_what_is_not_there(strategy: MeshStrategy) -> None:
+def name_what_is_not_there(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Linear(4, 4)), {"layers.*.up": "column"})
 
 
-def name_a_parameter_that_is_not_there(strategy: MeshStrategy) -> None:
+def name_a_parameter_that_is_not_there(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Linear(4, 4)), {"0.scale": 0})
 
 
-def cut_a_norm(strategy: MeshStrategy) -> None:
+def cut_a_norm(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.LayerNorm(4)), {"0": "column"})
 
 
-def cut_a_container(strategy: MeshStrategy) -> None:
+def cut_a_container(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Sequential(nn.Linear(4, 4))), {"0": "column"})
 
 
-def name_what_is_not_there_beside_an_order(strategy: MeshStrategy) -> None:
+def name_what_is_not_there_beside_an_order(strategy: DistributedStrategy) -> None:
     plan = ParallelPlan(order=("0",), entry="input", tensor={"nowhere": "column"})
     strategy.prepare(nn.Sequential(nn.Linear(4, 4)), lambda m: torch.optim.SGD(m.parameters()), plan)
 
 
-def cut_a_convolution_by_tokens(strategy: MeshStrategy) -> None:
+def cut_a_convolution_by_tokens(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Conv1d(4, 4, 1)), {"0": "vocabulary"})
 
 
-def cut_a_sparse_embedding(strategy: MeshStrategy) -> None:
+def cut_a_sparse_embedding(strategy: DistributedStrategy) -> None:
     prepare(strategy, nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), {"0": "vocabulary"})
 
 
-MISTAKES: dict[Callable[[MeshStrategy], None], str] = {
+MISTAKES: dict[Callable[[DistributedStrategy], None], str] = {
     wrap_odd_heads: "tp = 2 does not divide the 3 heads of 0.q_proj.weight",
     wrap_few_kv_heads: "tp = 2 does not divide the 1 heads of 0.k_proj.weight",
     wrap_odd_columns: "tp = 2 does not divide the 5 of 0.weight [5, 4]",
@@ -222,13 +224,16 @@ def test_what_cannot_be_cut_is_refused(pool2: Pool) -> None:
 def wrap_in_stages() -> str:
     with ThreeDParallelism(data_parallel_size=1, pipeline_parallel_size=2, device="cpu") as strategy:
         with pytest.raises(UserError) as raised:
-            strategy.wrap_model(build())
+            Loop(strategy).wrap(build())
         return str(raised.value)
 
 
 def test_a_pipeline_has_no_model_to_call(pool2: Pool) -> None:
     for said in pool2.run(wrap_in_stages):
-        assert said == "distributed.mesh.pp > 1: a pipeline runs a whole step; use prepare and forward_backward"
+        assert said == (
+            "distributed.mesh.pp = 2: a pipeline runs all micro-batches of a step at once, and a loop of your own "
+            "cannot; use a recipe"
+        )
 
 
 def test_sequence_parallelism_is_a_way_of_tensor_parallelism() -> None:
