@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from garbage import keep_imports_frozen
 from hypothesis import settings
 
 settings.register_profile("shoal", deadline=None)  # a busy machine is no failure
@@ -25,8 +26,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 @pytest.fixture(autouse=True)
 def _quick_collections() -> None:
-    from pool import keep_imports_frozen
-
     keep_imports_frozen()
 
 
@@ -123,6 +122,10 @@ def call_shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.CompletedProcess(arguments, code or 0, out.getvalue(), err.getvalue())
 
 
+PATIENCE_SECONDS = 400
+"""How long a test waits for what has to happen: so long that a busy machine decides no test."""
+
+
 class ToyRun:
     """A folder with a user's recipe and config."""
 
@@ -144,7 +147,7 @@ class ToyRun:
             capture_output=True,
             text=True,
             cwd=self.folder,
-            **{"timeout": 120, **options},
+            **{"timeout": PATIENCE_SECONDS, **options},
         )
 
     def train(self, *overrides: str) -> Any:
@@ -180,6 +183,41 @@ def change_recipe(toy: ToyRun) -> Callable[[str, str], None]:
         sys.modules.pop("toy_recipe", None)
 
     return change
+
+
+AT_GATE = """
+import pathlib, time
+
+
+def wait_at_gate():
+    while pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+
+
+"""
+
+
+class Gate:
+    """Holds a run from the checkpoint of a step on, so that a test has all the time it needs to interrupt it."""
+
+    def __init__(self, toy: ToyRun):
+        self._checkpoints = toy.output / "checkpoints"
+        self._link = toy.folder / "gate"  # to the checkpoint; while that does not exist the gate is open
+        recipe = toy.folder / "toy_recipe.py"
+        waiting = recipe.read_text().replace('return {"x"', 'wait_at_gate(); return {"x"')
+        recipe.write_text(AT_GATE.format(gate=str(self._link)) + waiting)
+
+    def close_after(self, step: int) -> None:
+        self.open()
+        self._link.symlink_to(self._checkpoints / f"step_{step:08d}")
+
+    def open(self) -> None:
+        self._link.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def gate(toy: ToyRun) -> Gate:
+    return Gate(toy)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -41,10 +40,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from garbage import keep_imports_frozen
 
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 120  # the first start imports torch
+PATIENCE_SECONDS = 300  # a busy machine must not end a run
 GRACE_SECONDS = 1.0  # after a failure, for the other ranks to report theirs
+STACK_SECONDS = 30  # for all ranks to write their stacks
 TAIL_CHARACTERS = 4000  # of each worker's output in a failure
 STACK_SIGNAL = signal.SIGPROF  # unlike SIGUSR1 and SIGTERM, nothing under test handles it
 OWN_FRAMES = re.compile(
@@ -130,7 +131,14 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, init: bool = True, **kwargs: Any):
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = PATIENCE_SECONDS,
+        init: bool = True,
+        **kwargs: Any,
+    ):
         """The results of `function(*args, **kwargs)`, by rank, after every rank has returned.
 
         With `init=False` the function makes its own process group; `env://` finds a free port in the environment.
@@ -196,7 +204,7 @@ class Pool:
             process.start()
             self.workers.append(Worker(process, ours, log, stack))
             theirs.close()
-        self._replies(START_SECONDS)
+        self._replies(PATIENCE_SECONDS)
 
     def _send(self, message: Call | None) -> None:
         data = pickle.dumps(message)
@@ -227,10 +235,12 @@ class Pool:
         alive = [worker for worker in self.workers if worker.process.is_alive()]
         for worker in alive:
             os.kill(worker.process.pid, STACK_SIGNAL)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and not all(worker.stack.stat().st_size for worker in alive):
-            time.sleep(0.01)
-        time.sleep(0.05)  # from the first line of a stack to its last
+        deadline, sizes = time.monotonic() + STACK_SECONDS, [0]
+        while time.monotonic() < deadline:
+            before, sizes = sizes, [worker.stack.stat().st_size for worker in alive]
+            if all(sizes) and sizes == before:  # the stacks are there, from the first line to the last
+                break
+            time.sleep(0.05)
         report = what.rstrip()
         for rank, worker in enumerate(self.workers):
             reply = replies.get(rank)
@@ -240,17 +250,6 @@ class Pool:
             if output := worker.log.read_text(errors="replace").rstrip():
                 report += f"\noutput of rank {rank}:\n{output[-TAIL_CHARACTERS:]}"
         return WorkerFailure(first, report)
-
-
-def keep_imports_frozen() -> None:
-    """Spares the garbage collector all objects that exist now, for good.
-
-    Going through those of torch's modules takes a third of a second, at the start of every training and after each
-    run of a pool. A training unfreezes them at its end, so that has no effect in tests.
-    """
-    gc.unfreeze = lambda: None
-    gc.collect()
-    gc.freeze()
 
 
 def _free_port() -> int:

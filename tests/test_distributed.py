@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import random
 import re
 import runpy
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import PATIENCE_SECONDS
 from test_docs import blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +31,7 @@ PAGE = ROOT / "docs" / "plain_pytorch.md"
 
 def run_python(folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, input=typed, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, input=typed, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -173,7 +176,7 @@ def test_seed_everything():
 # launch_distributed
 
 SCRIPT = '''
-import os, signal, sys, time
+import os, signal, sys
 import torch
 import torch.distributed as dist
 from shoal.distributed import launch_distributed, setup_distributed
@@ -201,11 +204,9 @@ def fail(how):
 
 
 def attempt(how):
-    started = time.monotonic()
     try:
         launch_distributed(fail, how, processes=2, start_method="fork")
     except Exception as error:
-        assert time.monotonic() - started < 60
         print(type(error).__name__, error, *error.__notes__ if hasattr(error, "__notes__") else ())
 
 
@@ -231,7 +232,7 @@ def test_launch_distributed(tmp_path):
     assert "RuntimeError rank 1 was killed by SIGKILL before it returned" in lines
 
 
-@pytest.mark.parametrize("way", ["-c", "-"])
+@pytest.mark.parametrize("way", ["-c", pytest.param("-", marks=pytest.mark.slow)])
 def test_launch_distributed_where_there_is_no_file_to_import(tmp_path, way):
     code = (
         "from shoal.distributed import get_rank, launch_distributed\n"
@@ -253,18 +254,30 @@ def test_launch_distributed_refuses_mistakes(monkeypatch):
 # The page
 
 
-def test_the_loop_in_the_docs_runs_on_one_process_and_on_two(tmp_path, monkeypatch, capsys):
+def run_script(path):
+    """Runs a script in a worker of the pool, which is what torchrun would have started; returns what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(path, run_name="__main__")
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("way", ["pool", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_loop_in_the_docs_runs_on_one_process_and_on_two(tmp_path, monkeypatch, pool2, way):
     loop, _ = blocks(PAGE, "python")
     assert len([line for line in loop.splitlines() if line.strip()]) <= 30
     (tmp_path / "loop.py").write_text(loop)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    two = run_python(tmp_path, *torchrun, "loop.py")
-    assert two.returncode == 0, two.stderr
-    assert (tmp_path / "out" / "last" / "manifest.json").exists()
     monkeypatch.chdir(tmp_path)
-    runpy.run_path("loop.py", run_name="__main__")
+    if way == "pool":
+        on_two, on_rank_1 = pool2.run(run_script, "loop.py", init=False)
+        assert on_rank_1 == ""
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        two = run_python(tmp_path, *torchrun, "loop.py")
+        assert two.returncode == 0, two.stderr
+        on_two = two.stdout
+    assert (tmp_path / "out" / "last" / "manifest.json").exists()
     losses = []
-    for output in (capsys.readouterr().out, two.stdout):
+    for output in (run_script("loop.py"), on_two):
         words = [line.split() for line in output.splitlines()]
         assert [word[1] for word in words] == [str(epoch) for epoch in range(20)]
         losses.append([float(word[3]) for word in words])
@@ -272,6 +285,18 @@ def test_the_loop_in_the_docs_runs_on_one_process_and_on_two(tmp_path, monkeypat
     assert losses[0][-1] < losses[0][0] / 10
 
 
+def call_train(source):
+    names = {"__name__": "launch"}
+    exec(source, names)
+    return names["train"](10)
+
+
+def test_what_the_docs_launch_runs(pool2):
+    _, launch = blocks(PAGE, "python")
+    assert pool2.run(call_train, launch, init=False) == [0, 10]
+
+
+@pytest.mark.slow
 def test_the_launch_in_the_docs_runs(tmp_path):
     _, launch = blocks(PAGE, "python")
     (tmp_path / "launch.py").write_text(launch)

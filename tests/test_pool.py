@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, WorkerFailure
+from pool import PATIENCE_SECONDS, Pool, WorkerFailure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,8 +126,8 @@ def running(pid):
         return False
 
 
-def gone(pids, seconds=10):
-    deadline = time.monotonic() + seconds
+def gone(pids):
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(map(running, pids))
@@ -181,8 +181,8 @@ def test_closures_are_refused(pool2, function):
 
 FAILURES = {
     "raise": (raise_on, (1,), 1, "rank 1 raised ValueError: the sky is green"),
-    "sleep": (sleep_on, (1,), 1, "rank 1 of 2 did not finish in 2 s"),
-    "absence": (stay_away_from_all_reduce, (1,), 0, "rank 0 of 2 did not finish in 2 s"),
+    "sleep": (sleep_on, (1,), 1, "rank 1 of 2 did not finish in 5 s"),
+    "absence": (stay_away_from_all_reduce, (1,), 0, "rank 0 of 2 did not finish in 5 s"),
     "exit": (die_on, (1, "exit"), 1, "rank 1 died (exit code 3)"),
     "kill": (die_on, (0, "kill"), 0, "rank 0 died (exit code -9)"),
     "result": (returns_a_lambda, (), None, "returns_a_lambda"),
@@ -195,7 +195,7 @@ def test_a_failure_costs_one_run(pool2, failure):
     pids = pool2.run(os.getpid)
     started = time.monotonic()
     with pytest.raises(WorkerFailure) as caught:
-        pool2.run(function, *args, timeout=2 if failure in ("sleep", "absence") else 60)
+        pool2.run(function, *args, timeout=5 if failure in ("sleep", "absence") else PATIENCE_SECONDS)
     print(f"{failure}: {time.monotonic() - started:.2f} s\n{caught.value}")
     report = str(caught.value)
     assert message in report
@@ -282,5 +282,5 @@ def test_no_worker_outlives_the_caller(tmp_path, end):
             time.sleep(0.5)
             assert all(map(running, pids))
             caller.kill()
-        assert caller.wait(30) == (-signal.SIGKILL if end == "kill" else 0)
+        assert caller.wait(PATIENCE_SECONDS) == (-signal.SIGKILL if end == "kill" else 0)
     assert gone(pids)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, ToyRun
 from safetensors.torch import load_file
 
 SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
@@ -48,8 +48,9 @@ class Launched:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
-    def wait(self, seconds: float = 60) -> int:
-        self.out, self.err = self.process.communicate(timeout=seconds)
+    def wait(self) -> int:
+        """Waits for the end and returns the exit code; what was printed is in `out` and `err`."""
+        self.out, self.err = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode
 
     def alive(self) -> list[int]:
@@ -65,15 +66,17 @@ class Launched:
                 found[int(rank)] = pid
         return found
 
-    def until(self, happened: Callable[[], object], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
+    def until(self, happened: Callable[[], object]) -> None:
+        """Waits until the condition is true, or the run has ended, which is an error."""
+        end = time.monotonic() + PATIENCE_SECONDS
         while not happened():
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.01)
 
-    def nothing_left(self, seconds: float = 5) -> bool:
-        end = time.monotonic() + seconds
+    def nothing_left(self) -> bool:
+        """Whether all of its processes come to their end."""
+        end = time.monotonic() + PATIENCE_SECONDS
         while self.alive() and time.monotonic() < end:
             time.sleep(0.05)
         return not self.alive()

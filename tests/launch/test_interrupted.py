@@ -7,14 +7,15 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ToyRun
-from launched import TORCHRUN, Launched, saved, tensors
+from conftest import Gate, ToyRun
+from launched import TORCHRUN, Launched, listening_addresses, saved, tensors
 
 from shoal.checkpoint import find_latest_checkpoint
 from shoal.config import load_run
@@ -43,22 +44,25 @@ def undisturbed(toy: ToyRun, pool: Any, *overrides: str) -> dict[str, bytes]:
     return whole
 
 
-def test_a_killed_rank_is_started_again_and_nothing_is_lost(slow_toy: ToyRun, pool2: Any) -> None:
-    with Launched(slow_toy, TWO) as run:
-        run.until(saved(slow_toy, 4))
-        os.kill(run.ranks()[1], signal.SIGKILL)
-        run.until(saved(slow_toy, 6))
-        os.kill(run.ranks()[0], signal.SIGKILL)
-        assert run.wait(90) == 0, run.err
+@pytest.mark.parametrize("victims", [[1], pytest.param([1, 0], marks=pytest.mark.slow)])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(
+    toy: ToyRun, gate: Gate, pool2: Any, victims: list[int]
+) -> None:
+    gate.close_after(4)
+    with Launched(toy, TWO) as run:
+        for step, victim in zip((4, 6), victims, strict=False):
+            run.until(saved(toy, step))
+            os.kill(run.ranks()[victim], signal.SIGKILL)
+            gate.close_after(step + 2)
+        gate.open()
+        assert run.wait() == 0, run.err
         assert run.nothing_left()
-    lines = run.err.splitlines()
-    assert lines == [
-        "shoal: rank 1 was killed by SIGKILL; starting again, from the last checkpoint if there is one (1 of 3)",
-        "shoal: rank 0 was killed by SIGKILL; starting again, from the last checkpoint if there is one (2 of 3)",
-    ]
+    again = "was killed by SIGKILL; starting again, from the last checkpoint if there is one"
+    expected = [f"shoal: rank {victim} {again} ({number} of 3)" for number, victim in enumerate(victims, 1)]
+    assert run.err.splitlines() == expected
     assert run.out.count("finished at step 10") == 1
-    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
-    assert slow_toy.metrics() == slow_toy.metrics(output=slow_toy.folder / "whole")
+    assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
+    assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
 
 
 def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
@@ -71,14 +75,16 @@ def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_torchruns_own_restart(slow_toy: ToyRun, pool2: Any) -> None:
+def test_torchruns_own_restart(toy: ToyRun, gate: Gate, pool2: Any) -> None:
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
-    with Launched(slow_toy, *TORCHRUN, *options) as run:
-        run.until(saved(slow_toy, 4))
+    gate.close_after(4)
+    with Launched(toy, *TORCHRUN, *options) as run:
+        run.until(saved(toy, 4))
         os.kill(run.ranks()[1], signal.SIGKILL)
-        assert run.wait(90) == 0, run.err
+        gate.open()
+        assert run.wait() == 0, run.err
     assert "Traceback" not in run.err
-    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+    assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
 
 
 STOPS = {
@@ -93,7 +99,7 @@ STOPS = {
     ("whom", "number", "workers"),
     [
         ("the launcher", signal.SIGTERM, 1),
-        ("rank 1", signal.SIGTERM, 0),
+        pytest.param("rank 1", signal.SIGTERM, 0, marks=pytest.mark.slow),
         pytest.param("rank 0", signal.SIGUSR1, 0, marks=pytest.mark.slow),
         pytest.param("the launcher", signal.SIGUSR1, 0, marks=pytest.mark.slow),
         pytest.param("the terminal", signal.SIGINT, 0, marks=pytest.mark.slow),
@@ -110,8 +116,8 @@ def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: sig
         STOPS[whom](run, number)
         if (whom, number) == ("the launcher", signal.SIGUSR1):
             number = signal.SIGTERM  # as which it is passed on
-        assert run.wait(30) == 128 + number, run.err
-        assert run.nothing_left(8)  # torch's data loading workers look for their parent every five seconds
+        assert run.wait() == 128 + number, run.err
+        assert run.nothing_left()
     assert run.err == ""
     latest = find_latest_checkpoint(slow_toy.output)
     assert latest is not None
@@ -139,7 +145,7 @@ def test_a_signal_while_data_is_prepared(
         time.sleep(1)  # until the other has installed its handlers
         STOPS[whom](run, number)
         told = signal.SIGTERM if number == signal.SIGUSR1 and whom == "the launcher" else number
-        assert run.wait(50) == 128 + told, run.err
+        assert run.wait() == 128 + told, run.err
         assert run.nothing_left()
     assert run.err == ""
     # Of a signal that another rank got, rank 0 hears by the launcher, which ends it.
@@ -147,11 +153,13 @@ def test_a_signal_while_data_is_prepared(
     assert run.out == f"stopped by {told.name} before the first step; nothing to save\n"
 
 
-def test_killing_the_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_listens_on_loopback_only_and_killing_its_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "training.max_steps=1000", "checkpoint.every=null") as run:
         run.until((slow_toy.output / "report.txt").exists)
+        assert listening_addresses(run.alive()) == {"0100007F"}  # 127.0.0.1
         run.process.kill()
-        assert run.nothing_left(10)
+        assert run.nothing_left()
     assert find_latest_checkpoint(slow_toy.output), "they saved first"
 
 
@@ -160,7 +168,7 @@ def test_killing_the_launcher_early_leaves_no_orphans(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "training.max_steps=1000") as run:
         run.until(lambda: len(run.ranks()) == 2)
         run.process.kill()
-        assert run.nothing_left(15)
+        assert run.nothing_left()
 
 
 @pytest.mark.slow
@@ -176,7 +184,7 @@ def test_ten_kills_at_random_moments(slow_toy: ToyRun, procs: int, request: pyte
             ranks = run.ranks()
             before.update(ranks.values())
             os.kill(ranks[dice.randrange(procs)], signal.SIGKILL)
-        assert run.wait(120) == 0, run.err
+        assert run.wait() == 0, run.err
         assert run.nothing_left()
     assert run.err.count("was killed by SIGKILL; starting again") == len(run.err.splitlines()) == 10
     pool = request.getfixturevalue(f"pool{procs}")

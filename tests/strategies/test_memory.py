@@ -133,6 +133,7 @@ def train_under_a_cap(strategy_name: str, cap_bytes: int) -> str:
         return f"trains in {(own_bytes('VmData') - began) / MIB:.0f} MiB, loss {output.loss.item():.4g}"
 
 
+@pytest.mark.slow
 def test_a_model_that_ddp_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, gradients and two moments are 512 MiB; half of that, and a block or two, fits where the whole does not.
 

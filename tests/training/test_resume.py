@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 
@@ -37,8 +37,8 @@ def tensors(output: Path, step: int) -> dict[str, bytes]:
     }
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
     while not path.exists():
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < end, f"{path} did not appear"
@@ -61,15 +61,16 @@ def test_ten_steps_are_four_and_six(toy: ToyRun, optimizer: str, workers: int) -
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
 
 
-def test_kill_minus_nine_loses_nothing(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_kill_minus_nine_loses_nothing(toy: ToyRun, gate: Gate) -> None:
     toy.train(f"experiment.output_dir={toy.folder}/whole")
-    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
+    gate.close_after(4)
     process = subprocess.Popen([sys.executable, "-m", "shoal", "train", "run.yaml"], cwd=toy.folder)
     try:
         wait_for(toy.output / "checkpoints" / "step_00000004", process)
     finally:
         process.kill()
         process.wait()
+        gate.open()
     assert find_latest_checkpoint(toy.output)
     assert not (toy.output / "checkpoints" / "step_00000010").exists()
     result = toy.call("train", "run.yaml")
@@ -78,7 +79,7 @@ def test_kill_minus_nine_loses_nothing(toy: ToyRun, change_recipe: Callable[[str
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_leaves(
     toy: ToyRun, change_recipe: Callable[[str, str], None], number: signal.Signals
 ) -> None:
@@ -87,7 +88,7 @@ def test_a_signal_saves_and_leaves(
     process = subprocess.Popen(command, cwd=toy.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(toy.output / "report.txt", process)
     os.kill(process.pid, number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + number
     assert b"Traceback" not in err
     assert b"saved" in out
@@ -294,7 +295,7 @@ def test_what_may_not_be_read_is_one_line(toy: ToyRun, locked: str, keys: list[s
     path.chmod(0)
     command = [*as_others, sys.executable, "-m", "shoal", "train", "run.yaml", "training.max_steps=12", *keys]
     try:
-        result = subprocess.run(command, cwd=toy.folder, capture_output=True, text=True, timeout=100)
+        result = subprocess.run(command, cwd=toy.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     finally:
         path.chmod(0o755)
     assert result.returncode == 2

@@ -351,7 +351,7 @@ def test_inside_of_fsdp_with_a_chunked_head(mode: str, compiled: bool, pool2: Po
     loss = F.cross_entropy(model.eval()(inputs).flatten(0, 1), torch.arange(16) % 11, reduction="sum")
     loss.backward()
     expected = [loss.detach(), *(p.grad for p in model.parameters())]
-    for found in pool2.run(sharded, mode, compiled, timeout=200):
+    for found in pool2.run(sharded, mode, compiled):
         for value, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 

@@ -45,7 +45,7 @@ def on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
             return [reference(run, steps, adamw)]
         if procs == 1:
             return [trace(run, steps, shared, adamw)]
-        return pool.run(tracer, run, steps, shared, adamw, init=False, timeout=600)
+        return pool.run(tracer, run, steps, shared, adamw, init=False)
 
     return run_layout
 
