@@ -311,3 +311,8 @@ def test_the_page_names_what_there_is():
         assert inspect.getdoc(getattr(plain, name)), name
     for name in re.findall(r"strategy\.(\w+)", text):
         assert hasattr(DDPStrategy(device="cpu"), name), name
+    for name, arguments in re.findall(r"loop\.(\w+)(?:\(([^()]*))?", text):
+        assert hasattr(Loop, name), name
+        for keyword in re.findall(r"(\w+)=", arguments):
+            parameters = inspect.signature(getattr(Loop, name)).parameters
+            assert keyword in parameters or "state" in parameters, f"{name}({keyword}=…)"
