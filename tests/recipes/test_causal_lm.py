@@ -449,7 +449,7 @@ def test_the_configs_and_the_examples_in_the_docs_are_valid(tmp_path: Path) -> N
 
 def test_settings_that_do_not_fit_together_are_refused(text: dict[str, Any], saved: dict[str, Path]) -> None:
     assert_refused(
-        "model.config.vocab_size = 100, but dataset.tokenizer = 'bytes' makes 256",
+        "model.config.vocab_size = 100, but dataset.tokenizer = 'bytes' has 256 tokens",
         make_recipe({**LLAMA, "vocab_size": 100}, dataset=text).prepare_data,
     )
     assert_refused(
@@ -478,7 +478,7 @@ def test_unusable_folders_are_refused(tmp_path: Path, text: dict[str, Any], save
     )
     assert_refused("has no weights", folder("empty", "*.safetensors", "*.index.json").prepare_data)
     assert_refused("names 'model-00001-of-.*', which is not in", folder("gone", "model-00001*").prepare_data)
-    assert_refused("model.name: cannot load .*config", folder("blank", "config.json").prepare_data)
+    assert_refused("model.name = .*: it cannot be loaded: .*config", folder("blank", "config.json").prepare_data)
     config = json.loads((saved["one"] / "config.json").read_text())
     quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
     assert_refused("are quantised .gptq.", folder("quantised", config__json=quantised).prepare_data)
