@@ -1,4 +1,4 @@
-"""The same start everywhere: weights drawn by name, on meta first, or built where that would change the model."""
+"""Weights by name: drawn under a seed made from the name, or built where drawing would change the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ INIT = Weights("init")
 CPU = torch.device("cpu")
 
 
-def start(make: type[nn.Module] | object, seed: int = 0) -> tuple[nn.Module, Weights]:
-    model, weights = build(make, INIT, seed)  # type: ignore[arg-type]
+def start(build_model: type[nn.Module] | object, seed: int = 0) -> tuple[nn.Module, Weights]:
+    model, weights = build(build_model, INIT, seed)  # type: ignore[arg-type]
     materialise(model, CPU, seed, weights)
     return model, weights
 
 
 class Positions(nn.Module):
-    """A table computed in a constructor: garbage after meta and to_empty."""
+    """A module whose constructor computes a buffer. On the meta device its values would be lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,19 +46,19 @@ def test_no_parameter_memory_before_materialising() -> None:
     assert torch.equal(model.positions.table, torch.arange(5.0).sin())  # type: ignore[union-attr]
 
 
-def test_every_parameter_is_drawn_as_its_constructor_would() -> None:
+def test_parameters_are_distributed_as_their_constructors_draw_them() -> None:
     model, _ = start(Small)
     torch.manual_seed(0)
     plain = Small()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert not ours.is_meta
-        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.6, abs=1e-6), name
-        assert (ours.std() == 0) == (theirs.std() == 0), name
-    # What a parent does to its children comes after their own: attention zeroes its projection's bias.
+    for (name, drawn), built in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert not drawn.is_meta
+        assert drawn.std().item() == pytest.approx(built.std().item(), rel=0.6, abs=1e-6), name
+        assert (drawn.std() == 0) == (built.std() == 0), name
+    # A parent's initialisation comes after that of its children: attention sets its projection's bias to 0.
     assert not model.blocks[0].self_attn.out_proj.bias.any()  # type: ignore[union-attr,index]
 
 
-def test_weights_depend_on_seed_and_name_alone() -> None:
+def test_weights_depend_only_on_seed_and_name() -> None:
     one, again, other = start(Small)[0], start(Small)[0], start(Small, seed=1)[0]
     for (name, a), b, c in zip(one.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -68,7 +68,8 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     class Wider(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks.insert(0, nn.TransformerEncoderLayer(4, 2, 8))  # drawn earlier, shifts no one else
+            # This block is drawn before the others, and must not change them.
+            self.blocks.insert(0, nn.TransformerEncoderLayer(4, 2, 8))
 
     wider = start(Wider)[0]
     assert torch.equal(one.head.weight, wider.head.weight)  # type: ignore[union-attr]
@@ -76,7 +77,7 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first, second)
 
 
-def test_bdh_starts_by_name_with_its_table() -> None:
+def test_bdh_is_drawn_by_name_and_keeps_its_table() -> None:
     config = BDHConfig(n_layer=2, n_embd=16, mlp_internal_dim_multiplier=4)
     model, weights = start(lambda: BDH(config))
     assert weights.kind == "init"
@@ -111,7 +112,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 class LoopAtTheEnd(nn.Module):
-    """The widespread way: default init, then a loop over modules in the root's constructor."""
+    """Initialises all modules in a loop at the end of the constructor, as many models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class Bare(nn.Module):
 
 
 class TiedTheOtherWay(nn.Module):
-    """The head comes first in module order, but its weight was drawn by the embedding."""
+    """Its head comes first in module order, but the embedding drew the weight that they share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,28 +141,28 @@ class TiedTheOtherWay(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("build_model", "reason"),
     [
         (LoopAtTheEnd, "'layer.weight'"),
         (Bare, "no reset_parameters"),
         (TiedTheOtherWay, "in another way than"),
     ],
 )
-def test_init_code_we_would_lose_means_built_as_it_is(make: type[nn.Module], reason: str) -> None:
-    model, weights = start(make)
+def test_a_model_with_other_init_code_is_built_whole(build_model: type[nn.Module], reason: str) -> None:
+    model, weights = start(build_model)
     assert weights.kind == "built"
     assert reason in weights.reason
     values: Tensor = next(model.parameters())
-    if make is LoopAtTheEnd:
+    if build_model is LoopAtTheEnd:
         assert values.std().item() == pytest.approx(5.0, rel=0.1)
-    if make is Bare:
+    if build_model is Bare:
         assert values.tolist() == [7.0] * 3
-    again, _ = start(make)
+    again, _ = start(build_model)
     assert torch.equal(values, next(again.parameters()))
 
 
 class Tied(nn.Module):
-    """With a reset of its own, and a head whose first weight is thrown away."""
+    """Has its own reset, and a head whose first weight is freed because it is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_are_drawn_by_name_every_time() -> None:
-    """The memory of the weight that was thrown away goes to another parameter, which is not to inherit its past."""
+    """Checks that a parameter in the memory of the freed weight does not inherit what was recorded of that one."""
     for _ in range(20):
         model, weights = build(Tied, Weights("init"), seed=0)
         assert weights.kind == "init", weights.reason
@@ -184,7 +185,7 @@ def test_tied_weights_are_drawn_by_name_every_time() -> None:
         assert torch.equal(model.scale, torch.ones(4))
 
 
-def test_empty_weights_take_no_draw_and_no_memory_of_a_planner() -> None:
+def test_empty_weights_draw_nothing_and_need_no_memory_under_fake_tensors() -> None:
     class Huge(nn.Module):
         def __init__(self) -> None:
             super().__init__()

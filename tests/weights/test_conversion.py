@@ -1,4 +1,4 @@
-"""Model tensors made from file tensors: the same values as torch's functions give, read in parts."""
+"""Sources give the same values as torch's functions, and read only the part that is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Source, Tensor]] = {
 
 
 def boxes(shape: torch.Size) -> list[list[slice]]:
-    """The whole, an empty box, and some others."""
+    """Returns the whole tensor as a box, an empty box, and random ones."""
     rng = random.Random(0)
     cut = [[sorted(rng.choices(range(length + 1), k=2)) for length in shape] for _ in range(30)]
     return [[slice(0, length) for length in shape], [slice(0, 0) for _ in shape]] + [
@@ -44,14 +44,14 @@ def boxes(shape: torch.Size) -> list[list[slice]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_box_is_what_torch_makes(tmp_path: Path, case: str) -> None:
+def test_every_box_equals_what_torch_computes(tmp_path: Path, case: str) -> None:
     save_file(STORED, tmp_path / "weights.safetensors")
     files = open_files([tmp_path / "weights.safetensors"])
     source, expected = CASES[case]
     assert source.meta(files).shape == expected.shape
     for box in boxes(expected.shape):
         part = expected[tuple(box)]
-        out = torch.full(part.shape, torch.nan, dtype=torch.float64)  # another type, as for weights in bf16
+        out = torch.full(part.shape, torch.nan, dtype=torch.float64)  # another type, as when a file holds bf16
         source.fill(out, box, files)
         assert torch.equal(out, part.double()), box
 
@@ -71,7 +71,7 @@ class CountedTensor:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "computed" not in case])
-def test_only_what_is_in_the_box_is_read(case: str) -> None:
+def test_only_the_elements_in_the_box_are_read(case: str) -> None:
     source, expected = CASES[case]
     for box in boxes(expected.shape):
         files = {name: CountedTensor(tensor) for name, tensor in STORED.items()}

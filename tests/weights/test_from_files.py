@@ -1,4 +1,4 @@
-"""Weights from safetensors: every rank reads what it holds, and what files lack is drawn."""
+"""Weights from safetensors: every rank reads its part, and parameters that are in no file are drawn."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_weights_from_files(tmp_path: Path) -> None:
     torch.manual_seed(3)
     stored = {name: torch.randn_like(tensor) for name, tensor in Tied().state_dict().items() if name != "head.weight"}
     save_file({**stored, "rest": torch.zeros(2)}, tmp_path / "a.safetensors")
-    wanted = Weights("files", files=(tmp_path / "a.safetensors",))
-    model, weights = build(Tied, wanted, seed=0)
+    weights_in_files = Weights("files", files=(tmp_path / "a.safetensors",))
+    model, weights = build(Tied, weights_in_files, seed=0)
     assert weights.reason == "1 tensors in them are unused: rest"
     assert all(parameter.is_meta for parameter in model.parameters())
     materialise(model, torch.device("cpu"), 0, weights)
@@ -43,17 +43,17 @@ def test_weights_from_files(tmp_path: Path) -> None:
     ):
         save_file(broken, tmp_path / "a.safetensors")
         with pytest.raises(UserError, match=words):
-            build(Tied, wanted, seed=0)
+            build(Tied, weights_in_files, seed=0)
     (tmp_path / "a.safetensors").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
-        build(Tied, wanted, seed=0)
+        build(Tied, weights_in_files, seed=0)
 
 
 class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(6, 5).requires_grad_(False)
-        self.half = nn.Linear(6, 5)  # its bias alone is in the file
+        self.half = nn.Linear(6, 5)  # only its bias is in the file
         self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
 
 
@@ -71,26 +71,26 @@ def first_weights(kind: str, path: Path) -> dict[str, Tensor]:
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
 
 
-def test_what_files_lack_is_drawn_the_same_on_every_layout(tmp_path: Path, pool2: Pool) -> None:
+def test_parameters_in_no_file_are_drawn_the_same_on_every_layout(tmp_path: Path, pool2: Pool) -> None:
     stored = {"base.weight": torch.randn(5, 6), "base.bias": torch.randn(5), "half.bias": torch.randn(5)}
     path = tmp_path / "weights.safetensors"
     save_file(stored, path)
-    one = first_weights("single", path)
-    assert all(torch.equal(one[name], tensor) for name, tensor in stored.items())
-    assert one["down.weight"].any()
+    single = first_weights("single", path)
+    assert all(torch.equal(single[name], tensor) for name, tensor in stored.items())
+    assert single["down.weight"].any()
     for kind in ("ddp", "fsdp"):
-        for got in pool2.run(first_weights, kind, path, init=False):
-            assert all(torch.equal(got[name], tensor) for name, tensor in one.items()), kind
+        for read in pool2.run(first_weights, kind, path, init=False):
+            assert all(torch.equal(read[name], tensor) for name, tensor in single.items()), kind
     with pytest.raises(UserError, match=r"no tensor 'half\.weight'"):
         build(Adapted, Weights("files", files=(path,)), 3)
-    del stored["base.bias"]  # frozen, so that nothing would ever change what was drawn
+    del stored["base.bias"]  # a frozen parameter must not be drawn: training would never change it
     save_file(stored, path)
     with pytest.raises(UserError, match=r"no tensor 'base\.bias'"):
         build(Adapted, Weights("files", files=(path,), reset=reset_one), 3)
 
 
 class Experts(nn.Module):
-    """Four experts as one tensor (expert, row, column), and a layer whose weight the files hold transposed."""
+    """Has four experts in one tensor (expert, row, column), and a layer whose weight is transposed in the files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def read_experts(kind: str, path: Path) -> dict[str, Tensor]:
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
 
 
-def test_tensors_are_made_from_those_in_the_files(tmp_path: Path, pool2: Pool) -> None:
+def test_tensors_are_made_from_several_in_the_files(tmp_path: Path, pool2: Pool) -> None:
     stored = {f"expert.{i}.{kind}": torch.randn(3, 5) for i in range(4) for kind in ("gate", "up")}
     stored |= {"layer.weight": torch.randn(3, 2), "b": torch.randn(2), "table": torch.ones(2), "rest": torch.zeros(1)}
     path = tmp_path / "weights.safetensors"
@@ -132,8 +132,8 @@ def test_tensors_are_made_from_those_in_the_files(tmp_path: Path, pool2: Pool) -
         "layer.bias": stored["b"],
         "table": stored["table"],
     }
-    wanted = Weights("files", files=(path,), sources=EXPERT_SOURCES)
-    assert build(Experts, wanted, 0)[1].reason == "1 tensors in them are unused: rest"
+    weights_in_files = Weights("files", files=(path,), sources=EXPERT_SOURCES)
+    assert build(Experts, weights_in_files, 0)[1].reason == "1 tensors in them are unused: rest"
     for read in (read_experts("single", path), *pool2.run(read_experts, "fsdp", path, init=False)):
         assert read.keys() == expected.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
@@ -144,7 +144,7 @@ def test_tensors_are_made_from_those_in_the_files(tmp_path: Path, pool2: Pool) -
     ):
         save_file({name: t for name, t in {**stored, **broken}.items() if t is not None}, path)
         with pytest.raises(UserError, match=words) as caught:
-            build(Experts, wanted, 0)
+            build(Experts, weights_in_files, 0)
         assert "\n" not in str(caught.value)
     without_bias = {name: source for name, source in EXPERT_SOURCES.items() if name != "layer.bias"}
     save_file(stored, path)
