@@ -177,7 +177,7 @@ def test_diff_puts_weights_first_and_sums_moments_up(tmp_path: Path, shoal: Comm
     assert [line.split()[0] for line in lines[1:11]] == [f"model/w{n}" for n in range(11, 1, -1)]
     assert lines[11].split() == ["and", "1", "more"]
     assert lines[12].split() == ["optimizer/exp_avg:", "12", "tensors", "4.5", "0.818"]
-    assert lines[13:] == ["--all lists them one by one"]
+    assert lines[13:] == ["give --all to list every tensor"]
     names = [line.split()[0] for line in shoal("diff", a, b, "--all").out.splitlines()[1:]]
     assert sorted(names) == sorted(
         [*(f"model/w{n}" for n in range(1, 12)), *(f"optimizer/exp_avg/w{n}" for n in range(12))]

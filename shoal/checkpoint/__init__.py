@@ -1,7 +1,7 @@
-"""The neutral store and its manager: alone in writing and reading checkpoints."""
+"""Checkpoints: the only code that writes and reads them. They are neutral: every layout opens what any other wrote."""
 
 from shoal.checkpoint.folders import step_folder, step_folders
-from shoal.checkpoint.frozen_base import BaseProblem, Referenced
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError
 from shoal.checkpoint.latest import find_latest_checkpoint
 from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor
 from shoal.checkpoint.regions import WrongLayout
@@ -9,11 +9,11 @@ from shoal.checkpoint.rotation import CheckpointManager, find_best_checkpoint
 from shoal.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 
 __all__ = [
-    "BaseProblem",
+    "BaseTensor",
     "Checkpoint",
     "CheckpointManager",
     "DamagedCheckpoint",
-    "Referenced",
+    "FrozenBaseError",
     "StoredTensor",
     "WrongLayout",
     "find_best_checkpoint",

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a step waits only until its state is copied aside."""
+"""Asynchronous save: training waits only until the state is copied to host memory; a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.peers import Peers
-from shoal.checkpoint.store import LocalShard, deal_out, local_shards, publish
+from shoal.checkpoint.store import LocalShard, assign_shards, local_shards, publish
 from shoal.types import TrainState
 
 
 class Saver:
-    """Writes one checkpoint at a time. All ranks call `save` and `wait` at the same places.
+    """Writes one checkpoint at a time. All ranks call `save` and `wait` in the same order.
 
-    In the background, what this rank writes is copied into buffers that are allocated once, and a thread writes those,
-    talking to the other ranks in a process group of its own. A save that comes before the last one is on the disk
-    waits for it: a disk that is slower than the interval slows the run down instead of filling its memory.
+    In the background, the shards that this rank writes are copied into buffers that are allocated once, and a thread
+    writes those, with a process group of its own. A save that starts before the previous one is on the disk waits for
+    it: a disk that is too slow for the interval slows the run down instead of filling its memory.
     """
 
     def __init__(self, background: bool):
         self.background = background
-        # A slow disk is not a hang, and whoever watches for those speaks first.
+        # The timeout is long because a slow disk is not a hang; the watchdog reports hangs earlier.
         options: Any = {"backend": "gloo", "timeout": timedelta(days=1)}
         self._peers = Peers(dist.new_group(**options) if background and dist.is_initialized() else None)
         self._buffers: dict[str, Tensor] = {}
-        """Host memory for what this rank writes."""
-        self._known: dict[str, Any] = {}
+        """Host memory for the shards that this rank writes, by section and name."""
+        self._kinds: dict[str, Any] = {}
+        """The dtype, shape and region of every shard that this rank held at the last save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -44,26 +45,26 @@ class Saver:
         about: dict[str, Any],
         published: Callable[[], None] = lambda: None,
     ) -> None:
-        """`published` is called when the checkpoint is there. What fails raises here, or in the next `wait`."""
+        """Saves a checkpoint and then calls `published`. In the background, errors are raised by the next `wait`."""
         self.wait()
-        shards = self._copy(state) if self.background else deal_out(state)
+        shards = self._copy(state) if self.background else assign_shards(state)
 
-        def work() -> None:
+        def write() -> None:
             try:
                 publish(folder, shards, trainer, about, self._peers)
                 published()
-            except BaseException as error:  # the loop's thread is to raise it
+            except BaseException as error:  # raised by `wait`, in the thread of the training loop
                 self._error = error
 
         if self.background:
-            self._thread = threading.Thread(target=work, name="saving", daemon=True)
+            self._thread = threading.Thread(target=write, name="saving", daemon=True)
             self._thread.start()
         else:
-            work()
+            write()
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what went wrong, on every rank."""
+        """Waits until nothing is being written, and raises the error of the last save on every rank."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -71,18 +72,18 @@ class Saver:
             raise error
 
     def _copy(self, state: TrainState) -> dict[str, LocalShard]:
-        """Copies what this rank writes into its buffers, because training is about to change it.
+        """Copies the shards that this rank writes into its buffers, because training is about to change them.
 
-        Dealt out anew only when the state is another one, as it is for all ranks at once.
+        Shards are assigned again only if the kinds of tensors have changed, which happens on all ranks at once.
         """
         held = local_shards(state)
-        known = {name: shard[:3] for name, shard in held.items()}
-        if known != self._known:
-            shards = deal_out(state)
-            self._buffers.clear()  # before others are allocated
+        kinds = {name: shard[:3] for name, shard in held.items()}
+        if kinds != self._kinds:
+            shards = assign_shards(state)
+            self._buffers.clear()  # frees the old ones before new ones are allocated
             for name, (dtype, _, region, tensor) in shards.items():
                 self._buffers[name] = torch.empty(region.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-            self._known = known
+            self._kinds = kinds
         for name, buffer in self._buffers.items():
             buffer.copy_(held[name].tensor, non_blocking=True)
         for device in {held[name].tensor.device for name in self._buffers}:

@@ -1,10 +1,10 @@
-"""Checkpoints that DeepSpeed wrote, ZeRO 1 to 3, made into one of ours.
+"""DeepSpeed import: converts a checkpoint that DeepSpeed wrote, ZeRO stages 1 to 3, into one of shoal.
 
-They are pickles: opening one runs whatever it says. So this is done by a command that names the folder as trusted,
-and by nothing else. What is read:
+DeepSpeed's files are pickles, and opening a pickle can run code. So only a command that names the folder as trusted
+opens them. The files are
 
-    TAG/*model_states.pt   names and shapes, under stage 3 in the order of the parts; frozen parameters; buffers
-    TAG/*optim_states.pt   of every rank: its part of the fp32 weights and of what the optimizer keeps
+    TAG/*model_states.pt   names and shapes of the parameters; under stage 3 also frozen parameters; buffers
+    TAG/*optim_states.pt   of every rank: its partition of the fp32 weights and of the optimizer's state
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from shoal.parallel.zero.partition import load_deepspeed
 from shoal.types import TrainState
 
 Shapes = dict[str, torch.Size]
-"""Of the trained parameters, in the order in which ZeRO laid them out."""
+"""The shapes of the trained parameters by name, in the order in which ZeRO partitioned them."""
 
 
 def import_deepspeed(trusted: Path, out: Path) -> dict[str, Any]:
-    """Makes the checkpoint in `trusted`, which is opened as a pickle, into a neutral one.
+    """Converts the checkpoint in `trusted`, whose pickles are opened, into a checkpoint `out`.
 
     Returns what `shoal checkpoint import --json` prints.
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} exists; name a new folder")
-    folder = _find(trusted)
-    load_deepspeed(torch.device("cpu"))  # its pickles name its classes
+        raise UserError(f"{out} exists; choose a new folder")
+    folder = _find_tag_folder(trusted)
+    load_deepspeed(torch.device("cpu"))  # the pickles refer to its classes
     models, files = _load(folder, "model_states"), _load(folder, "optim_states")
     try:
-        step, parts = int(models[0].get("global_steps", 0)), [file["optimizer_state_dict"] for file in files]
-        stage = int(parts[0].get("zero_stage", 1))  # with bf16 weights and fp32 sums, stage 1 does not say
-        state, names = _put_together(models, parts, stage)
-    except Exception as error:  # there is no format, only what some version happened to pickle
-        what = one_line(error) if isinstance(error, _Unlike) else f"{type(error).__name__} {one_line(error)}"
-        raise UserError(f"{folder} is not laid out as shoal knows: {what}") from None
+        step, partitions = int(models[0].get("global_steps", 0)), [file["optimizer_state_dict"] for file in files]
+        stage = int(partitions[0].get("zero_stage", 1))  # with bf16 weights and fp32 sums, stage 1 is not recorded
+        state, names = _join_partitions(models, partitions, stage)
+    except Exception as error:  # the format is not documented, so anything may be missing or different
+        reason = one_line(error) if isinstance(error, _UnknownFormat) else f"{type(error).__name__} {one_line(error)}"
+        raise UserError(f"{folder} has a format that shoal does not know: {reason}") from None
     layout = {"strategy": "deepspeed", "world_size": len(files), "data_size": len(files)}
     write_checkpoint(out, state, {"step": step}, {"layout": layout, **names, "imported_from": str(folder)})
     slots = sorted({slot for slots in state.optimizer.values() for slot in slots})
@@ -52,111 +52,127 @@ def import_deepspeed(trusted: Path, out: Path) -> dict[str, Any]:
     return {**facts, "tensors": len(state.model), "slots": slots}
 
 
-class _Unlike(Exception):
-    """Says what is not as it should be."""
+class _UnknownFormat(Exception):
+    """A DeepSpeed checkpoint is not as expected; the message says in which way."""
 
 
-def _put_together(models: list[Any], parts: list[Any], stage: int) -> tuple[TrainState, dict[str, Any]]:
-    """The whole state, and what the manifest says of its names."""
-    first, ranks, counts = models[0], len(parts), parts[0]["partition_count"]
+def _join_partitions(models: list[Any], partitions: list[Any], stage: int) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state with whole tensors, and the manifest's entries `tied` and `buffers`.
+
+    `models` and `partitions` are the contents of the two kinds of files, one for each rank.
+    """
+    first, ranks, counts = models[0], len(partitions), partitions[0]["partition_count"]
     if stage not in (1, 2, 3) or (max(counts) if isinstance(counts, list) else counts) != ranks:
-        raise _Unlike(f"it has the parts of {ranks} ranks, but was written by {counts} at ZeRO stage {stage}")
+        raise _UnknownFormat(f"it has files of {ranks} ranks, but was written by {counts} at ZeRO stage {stage}")
     shapes: Shapes = {name: shape for group in first["param_shapes"] for name, shape in group.items()}
-    flats = [part["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for part in parts]
-    states = [part["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for part in parts]
-    cut = partial(_cut_stage_3 if stage == 3 else _cut_below_3, shapes=shapes, parts=parts)
+    weights = [part["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for part in partitions]
+    states = [part["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for part in partitions]
+    split = partial(_split_stage_3 if stage == 3 else _split_stages_1_and_2, shapes=shapes, partitions=partitions)
     buffers = [*first["buffer_names"]]
     model = {name: first["module"][name] for name in buffers if name in first["module"]}
-    model |= dict(_frozen(models, stage)) | dict(cut(flats))
+    model |= dict(_frozen_parameters(models, stage)) | dict(split(weights))
     model = {name: tensor.detach().contiguous() for name, tensor in model.items()}
     optimizer: dict[str, dict[str, Tensor]] = {}
-    # A list is what zero_optimization.elastic_checkpoint writes.
-    kept = [s if isinstance(s, list) else [s["state"].get(group, {}) for group in range(len(flats[0]))] for s in states]
-    for slot in sorted({slot for group in kept[0] for slot, value in group.items() if value is not None}):
-        for name, value in _cut_slot(slot, [[group.get(slot) for group in rank] for rank in kept], cut, shapes):
+    # The state of each group is in a list if zero_optimization.elastic_checkpoint was set, and else in a dict.
+    groups = [
+        s if isinstance(s, list) else [s["state"].get(group, {}) for group in range(len(weights[0]))] for s in states
+    ]
+    for slot in sorted({slot for group in groups[0] for slot, value in group.items() if value is not None}):
+        for name, value in _split_slot(slot, [[group.get(slot) for group in rank] for rank in groups], split, shapes):
             optimizer.setdefault(name, {})[slot] = value
     tied = {alias: name for alias, name in dict(first.get("shared_params") or {}).items() if name in model}
     return TrainState(model, optimizer), {"tied": tied, "buffers": buffers}
 
 
-def _find(trusted: Path) -> Path:
+def _find_tag_folder(trusted: Path) -> Path:
+    """Returns the folder with DeepSpeed's files: `trusted` itself, or the tag that its file `latest` names."""
     if not trusted.is_dir():
-        raise UserError(f"--trust {trusted}: there is no such folder")
+        raise UserError(f"--trust {trusted}: no such folder")
     latest = trusted / "latest"
     folder = trusted / latest.read_text().strip() if latest.is_file() else trusted
     if not list(folder.glob("*_optim_states.pt")):
         raise UserError(
-            f"--trust {trusted}: {folder} has no *_optim_states.pt, so ZeRO did not write it; name the folder that was "
+            f"--trust {trusted}: {folder} has no *_optim_states.pt, so ZeRO did not write it; give the folder that was "
             "given to DeepSpeed's save_checkpoint, or one of the tags in it"
         )
     return folder
 
 
 def _load(folder: Path, kind: str) -> list[Any]:
-    """The files of all ranks, in their order."""
+    """Returns the contents of all ranks' files of one kind, in the order of the ranks."""
     files = sorted(folder.glob(f"*{kind}.pt"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     if not files:
-        raise UserError(f"--trust {folder}: there is no *{kind}.pt")
+        raise UserError(f"--trust {folder}: it has no *{kind}.pt")
     try:
         return [torch.load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
     except Exception as error:  # a damaged pickle fails in many ways
         raise UserError(f"{folder} cannot be read: {one_line(error)}") from None
 
 
-def _frozen(models: list[Any], stage: int) -> Iterator[tuple[str, Tensor]]:
-    """What is not trained: in a part on every rank under stage 3; whole below, and under stage 1 not even listed."""
+def _frozen_parameters(models: list[Any], stage: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters that are not trained.
+
+    Under stage 3 every rank has a fragment of each; below, rank 0 has them whole, among all tensors of the module.
+    """
     if stage == 3:
         for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-            parts = [model["frozen_param_fragments"][name].flatten() for model in models]
-            yield name, torch.cat(parts)[: prod(shape)].view(*shape)
+            fragments = [model["frozen_param_fragments"][name].flatten() for model in models]
+            yield name, torch.cat(fragments)[: prod(shape)].view(*shape)
         return
     tensors = {name: tensor for name, tensor in models[0]["module"].items() if isinstance(tensor, Tensor)}
     trained = {name for shapes in models[0]["param_shapes"] for name in shapes}
     seen = {(tensors[name].data_ptr(), tensors[name].shape) for name in trained if name in tensors}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)  # what is tied has several names
-        if name not in trained and name not in models[0]["buffer_names"] and place not in seen:
-            seen.add(place)
+        memory = (tensor.data_ptr(), tensor.shape)  # a tied tensor has several names
+        if name not in trained and name not in models[0]["buffer_names"] and memory not in seen:
+            seen.add(memory)
             yield name, tensor
 
 
-def _cut_below_3(flats: list[list[Tensor]], shapes: Shapes, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """A group is one stretch over all ranks, in an order of its own; each rank's file says where in its part what is.
+def _split_stages_1_and_2(
+    flats: list[list[Tensor]], shapes: Shapes, partitions: list[Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields whole tensors by name from the flat tensors of each rank and parameter group.
 
-    Lengths say nothing: what fills a part up is cut off the weights, and mostly not off what the optimizer keeps.
+    A group is one flat tensor over all ranks, in an order of its own. Each rank's file says which slice of its
+    partition belongs to which parameter. The lengths alone would not do: the padding of a partition is removed from
+    the weights, and mostly not from the optimizer's state.
     """
-    if "param_slice_mappings" not in parts[0]:
-        raise _Unlike("it does not say where parameters lie, so an old DeepSpeed wrote it; save it with a newer one")
-    pieces: dict[str, list[Tensor]] = {}
-    for rank, part in zip(flats, parts, strict=True):
-        for flat, places in zip(rank, part["param_slice_mappings"], strict=True):
-            for name, place in places.items():
-                pieces.setdefault(name, []).append(flat[place.start : place.start + place.numel])
+    if "param_slice_mappings" not in partitions[0]:
+        raise _UnknownFormat("it does not say where parameters are, so an old DeepSpeed wrote it; save it with a newer")
+    slices: dict[str, list[Tensor]] = {}
+    for rank_flats, partition in zip(flats, partitions, strict=True):
+        for flat, addresses in zip(rank_flats, partition["param_slice_mappings"], strict=True):
+            for name, address in addresses.items():
+                slices.setdefault(name, []).append(flat[address.start : address.start + address.numel])
     for name, shape in shapes.items():
-        yield name, torch.cat(pieces[name]).view(*shape)
+        yield name, torch.cat(slices[name]).view(*shape)
 
 
-def _cut_stage_3(flats: list[list[Tensor]], shapes: Shapes, parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Each rank has its part of every parameter, one after the other, all as long as the first rank's."""
+def _split_stage_3(flats: list[list[Tensor]], shapes: Shapes, partitions: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields whole tensors by name from the flat tensors of each rank and parameter group.
+
+    Each rank has an equal slice of every parameter, one after another, the last ones padded.
+    """
     ranks, start = [torch.cat([group.flatten() for group in rank]) for rank in flats], 0
     for name, shape in shapes.items():
-        share = ceil(prod(shape) / len(ranks))
-        yield name, torch.cat([rank[start : start + share] for rank in ranks])[: prod(shape)].view(*shape)
-        start += share
+        length = ceil(prod(shape) / len(ranks))
+        yield name, torch.cat([rank[start : start + length] for rank in ranks])[: prod(shape)].view(*shape)
+        start += length
     if any(len(rank) != start for rank in ranks):
-        raise _Unlike(f"ranks have {[*map(len, ranks)]} elements, where their parameters have {start}")
+        raise _UnknownFormat(f"the ranks have {[*map(len, ranks)]} elements, but their parameters have {start}")
 
 
-def _cut_slot(
-    slot: str, values: list[list[Any]], cut: Callable[..., Iterator[tuple[str, Tensor]]], names: Iterable[str]
+def _split_slot(
+    slot: str, values: list[list[Any]], split: Callable[..., Iterator[tuple[str, Tensor]]], names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps under one name: cut as the weights are, or one number for all."""
+    """Yields one slot of the optimizer's state by parameter: split like the weights, or one number for all."""
     dims = {value.ndim if isinstance(value, Tensor) else type(value) for rank in values for value in rank}
     if dims == {1}:
-        yield from cut(values)
+        yield from split(values)
         return
     numbers = {float(value) for rank in values for value in rank} if dims <= {0, int, float} else set()
     if len(numbers) != 1:
-        raise _Unlike(f"the optimizer's {slot} is neither laid out as weights are nor one number")
+        raise _UnknownFormat(f"the optimizer's {slot} is neither partitioned like the weights nor a single number")
     (number,) = numbers
     yield from ((name, torch.tensor(number, dtype=torch.float32)) for name in names)

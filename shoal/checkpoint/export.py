@@ -1,7 +1,8 @@
-"""A checkpoint's weights for people who leave: a Hugging Face folder, one safetensors file, a plain state dict.
+"""Export: writes the weights of a checkpoint as a Hugging Face folder, a safetensors file or a torch state dict.
 
-Each is written beside its name, opened again with the plain library, compared tensor by tensor, and only then renamed.
-A checkpoint is not trusted: only recipes that are built in are asked for a model, and no code that came with it is run.
+An export is written beside its final name, opened again with the library that others will use, compared with the
+checkpoint tensor by tensor, and only then renamed. A checkpoint is not trusted: only built-in recipes are asked to
+build a model, and no code that came with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.folders import discard, flush, swap_in
-from shoal.checkpoint.frozen_base import BaseProblem, files_of, look_in
-from shoal.checkpoint.inspect import open_step
+from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
+from shoal.checkpoint.inspect import open_step_folder
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.pieces import StoredTensor, write_safetensors
 from shoal.checkpoint.store import Checkpoint, unflatten
@@ -32,9 +33,9 @@ from shoal.tensors import DTYPES, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
 
 SHARD_SIZE = "5GB"
-SAME_OUTPUT = {torch.float32: 1e-4}
-SAME_HALF_OUTPUT = 2e-2
-"""How far the logits of a reloaded model may be off, of their largest: it may sum in another order, not more."""
+LOGITS_TOLERANCE = {torch.float32: 1e-4}
+HALF_LOGITS_TOLERANCE = 2e-2
+"""How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,34 +58,34 @@ def export(
     base: Path | None = None,
     adapter_only: bool = False,
 ) -> dict[str, Any]:
-    """Writes the weights of a checkpoint to `out`, in `dtype` (as stored, unless given), and proves that they are.
+    """Writes the weights of a checkpoint to `out`, and compares what was written with the checkpoint.
 
-    Frozen weights that it refers to are read where they were, or in `base`; `adapter_only` leaves them out. Returns
-    what `shoal checkpoint export --json` prints.
+    `dtype` converts the parameters; without it they stay as stored. The frozen base is read from the files in the
+    manifest, or from `base`; `adapter_only` leaves it out. Returns what `shoal checkpoint export --json` prints.
     """
     for option, value, choices in (("--to", to, _WRITERS), ("--dtype", dtype or "fp32", DTYPES)):
         if value not in choices:
             raise UserError(f"{option} {value} is not one of {', '.join(choices)}")
-    checkpoint = open_step(step_dir)
+    checkpoint = open_step_folder(step_dir)
     _check_options(checkpoint, to, base, adapter_only)
-    _check_place(out, to, force)
+    _check_target(out, to, force)
     if out.resolve().is_relative_to(step_dir.resolve()):
-        raise UserError(f"{out} is inside the checkpoint, which nothing may be added to; choose another place")
+        raise UserError(f"{out} is inside the checkpoint, which must not change; choose another place")
     if base:
-        checkpoint = replace(checkpoint, base=look_in(base, checkpoint.base))
-    files = ", ".join(files_of(checkpoint.base))
+        checkpoint = replace(checkpoint, base=find_base_in(base, checkpoint.base))
+    files = ", ".join(base_files(checkpoint.base))
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         discard(beside)
         source = Source(checkpoint, dtype, adapter_only)
         notes = _WRITERS[to](source, beside)
-        nbytes = _settle(beside)
+        nbytes = _flush_with_default_mode(beside)
         swap_in(beside, out.absolute())
-    except BaseProblem as problem:
+    except FrozenBaseError as error:
         raise UserError(
-            f"{checkpoint.folder} refers to frozen weights, and {problem}; give --base PATH if they are elsewhere, or "
-            "--adapter-only with --to safetensors or torch for what the checkpoint itself holds"
+            f"{checkpoint.folder} refers to frozen weights, but {error}; give --base PATH if they were moved, or "
+            "--adapter-only with --to safetensors or torch to export only the stored tensors"
         ) from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
@@ -92,33 +93,36 @@ def export(
         discard(beside)
     if checkpoint.base:
         whole = f"{len(checkpoint.base)} frozen tensors are from {files}"
-        notes = (f"the adapter alone, to frozen weights in {files}" if adapter_only else whole, *notes)
+        notes = (f"only the adapter, for frozen weights in {files}" if adapter_only else whole, *notes)
     facts = {"path": str(out), "kind": to, "tensors": len(source.tensors), "nbytes": nbytes}
     return {**facts, "dtype": dtype or "as stored", "notes": notes}
 
 
 def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_only: bool) -> None:
+    """Raises UserError for options that contradict each other or the checkpoint."""
     for option, given in (("--base", base), ("--adapter-only", adapter_only)):
         if given and not checkpoint.base:
-            raise UserError(f"{checkpoint.folder} holds all its weights and refers to no base; leave {option} out")
+            raise UserError(
+                f"{option}: {checkpoint.folder} stores all its weights and has no frozen base; leave it out"
+            )
     if adapter_only and to == "hf":
         raise UserError("--to hf writes whole models; give --adapter-only with --to safetensors or --to torch")
     if adapter_only and base:
-        raise UserError("--adapter-only leaves the base out, and --base says where it is; give one of them")
+        raise UserError("--adapter-only leaves the frozen base out, and --base says where it is; give one of them")
 
 
 class Source:
-    """A checkpoint's weights, each read and converted when asked for."""
+    """The tensors to export; `read` reads and converts one of them."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool):
-        """Raises BaseProblem if a file of the base is missing."""
+        """Raises FrozenBaseError if a file of the frozen base is missing."""
         self.checkpoint = checkpoint
         self.tensors: dict[str, StoredTensor] = unflatten(checkpoint.tensors).model  # type: ignore[assignment]
         for name, tensor in checkpoint.base.items() if not adapter_only else ():
             tensor.files.check(tensor.source.path)
             self.tensors[name] = tensor
         tied, buffers = (checkpoint.manifest.get(key) for key in ("tied", "buffers"))
-        # Tables that a model keeps as buffers stay as they are: rounded, they would be other tables.
+        # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
         kept = buffers if isinstance(buffers, list) else []
         self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
         if dtype:
@@ -126,9 +130,10 @@ class Source:
             self.dtypes |= dict.fromkeys([*floats], DTYPES[dtype])
         aliases = tied.items() if isinstance(tied, dict) else ()
         self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
-        """Other names of tensors that are there: alias → name."""
+        """Further names of tied tensors: alias → name."""
 
     def read(self, name: str) -> Tensor:
+        """Returns a tensor in the dtype of the export."""
         stored = self.tensors[name].read()
         tensor = stored.to(self.dtypes[name])
         if tensor.dtype == torch.float16 and not tensor.isfinite().all() and stored.isfinite().all():
@@ -137,21 +142,23 @@ class Source:
 
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
-    shapes = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
-    write_safetensors(path, shapes, source.read)  # one in memory at a time
+    """Writes one safetensors file, and returns notes for the user."""
+    on_meta = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
+    write_safetensors(path, on_meta, source.read)  # one tensor is in memory at a time
     _compare(source, load_file(path))
     aliases = ", ".join(f"{alias} is {name}" for alias, name in source.tied.items())
-    return (f"tied, so there once: {aliases}",) if aliases else ()
+    return (f"tied tensors are stored once: {aliases}",) if aliases else ()
 
 
 def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
+    """Writes a state dict with torch.save, and returns notes for the user."""
     weights = {name: source.read(name) for name in source.tensors}
-    # A piece is a view of its whole file, and torch.save would write all that a view's memory holds.
+    # A stored tensor may be a view of its whole mapped file, and torch.save would write all of the view's memory.
     weights = {name: w.clone() if w.untyped_storage().nbytes() != w.nbytes else w for name, w in weights.items()}
     weights |= {alias: weights[name] for alias, name in source.tied.items()}
     try:
         torch.save(weights, path)
-    except RuntimeError as error:  # torch's word for a full disk
+    except RuntimeError as error:  # what torch raises for a full disk
         raise OSError(one_line(error)) from None
     del weights
     _compare(source, torch.load(path, map_location="cpu", weights_only=True, mmap=True), source.tied)
@@ -159,30 +166,32 @@ def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
 
 
 def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
+    """Writes a folder for transformers with model and tokenizer, and returns notes for the user."""
     recipe = _recipe(source.checkpoint)
     model = _build(recipe, source)
     text = model.config.get_text_config()
     tokens = torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
     with _quiet_transformers() as transformers:
-        expected = _logits(recipe, model, tokens)
+        expected_logits = _logits(recipe, model, tokens)
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         attention, dtype = model.config._attn_implementation, model.dtype
-        del model  # never two of them in memory
+        del model  # frees its memory before the exported model is loaded
         if recipe.config.model.name is not None and (recipe.folder / "generation_config.json").is_file():
             shutil.copyfile(recipe.folder / "generation_config.json", folder / "generation_config.json")
         notes = _write_tokenizer(transformers, recipe, folder)
-        again = transformers.AutoModelForCausalLM.from_pretrained(
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
         )
-        _compare(source, again.state_dict(), may_have_more=True)
-        found = _logits(recipe, again, tokens)
-    apart = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
-    if not apart <= SAME_OUTPUT.get(dtype, SAME_HALF_OUTPUT):
+        _compare(source, reloaded.state_dict(), may_have_more=True)
+        logits = _logits(recipe, reloaded, tokens)
+    error = ((logits - expected_logits).abs().max() / expected_logits.abs().max().clamp(min=1e-6)).item()
+    if not error <= LOGITS_TOLERANCE.get(dtype, HALF_LOGITS_TOLERANCE):
         raise UserError(
-            f"the exported model computes something else than the checkpoint's (logits differ by {apart:g})"
+            f"the exported model computes other logits than the checkpoint's (they differ by {error:g}); nothing was "
+            "exported"
         )
-    how = f"but for {apart:.1g} of the largest" if apart else "to the bit"
-    return (f"its logits are those of the checkpoint's model, {how}", *notes)
+    how = f"within {error:.1g} of the largest" if error else "to the bit"
+    return (f"its logits equal those of the checkpoint's model {how}", *notes)
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
@@ -213,7 +222,11 @@ def _recipe(checkpoint: Checkpoint) -> Any:
 
 
 def _build(recipe: Any, source: Source) -> Any:
-    """The recipe's model with the checkpoint's weights. A config may lie: nothing is kept before shapes agree."""
+    """Returns the recipe's model with the checkpoint's weights.
+
+    The config is not trusted: the model is built on the meta device, and its shapes are compared with the checkpoint's
+    before it gets memory.
+    """
     try:
         with parameters_on_meta():
             model = recipe.build_model()
@@ -223,7 +236,7 @@ def _build(recipe: Any, source: Source) -> Any:
         ) from None
     named = [*tensors_with_names(model)]
     shapes = {names[0]: [*tensor.shape] for tensor, names in named}
-    check_same_model(source.checkpoint, shapes, "its config was changed, so --to safetensors is what is left")
+    check_same_model(source.checkpoint, shapes, "its config was altered; use --to safetensors")
     first_names = {id(tensor): names[0] for tensor, names in named}
     replace_parameters(model, lambda p: nn.Parameter(source.read(first_names[id(p)]).clone(), requires_grad=False))
     for buffer in model.buffers():
@@ -234,18 +247,20 @@ def _build(recipe: Any, source: Source) -> Any:
 
 @torch.no_grad()
 def _logits(recipe: Any, model: Any, tokens: Tensor) -> Tensor:
+    """Returns the model's logits for some tokens."""
     logits: Tensor = model.eval()(**recipe.inputs({"input_ids": tokens})).logits.float()
     return logits
 
 
 def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str, ...]:
+    """Writes the recipe's tokenizer if it is a local one, and returns notes for the user."""
     name = recipe.config.dataset.tokenizer
     local = Path(name).expanduser()
     if name == "bytes":
-        return ("no tokenizer: it was trained on bytes, each its own token",)
+        return ("no tokenizer: the model was trained on bytes, each of which is a token",)
     if not local.exists():
         return (f"no tokenizer: {name} is on the Hugging Face Hub",)
-    eos = recipe.tokenizer.eos  # refuses what is no tokenizer
+    eos = recipe.tokenizer.eos  # raises UserError if the file is not a tokenizer
     if local.is_dir():
         for file in (file for file in _TOKENIZER_FILES if (local / file).is_file()):
             shutil.copyfile(local / file, folder / file)
@@ -255,15 +270,15 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
             wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
         wrapped.save_pretrained(folder)
     opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    words = "The same words, before and after."
-    if opened.encode(words, add_special_tokens=False) != recipe.tokenizer.encode(words).tolist():
-        return (f"the tokenizer of {name} is there, but transformers splits words otherwise than shoal did",)
+    text = "The same words, before and after."
+    if opened.encode(text, add_special_tokens=False) != recipe.tokenizer.encode(text).tolist():
+        return (f"the tokenizer {name} was written, but transformers splits text into other tokens than shoal did",)
     return ()
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[Any]:
-    """The package, without its progress bars, and without the words of DeepSpeed, which it imports if that is there."""
+    """Yields transformers with its progress bars off, and with DeepSpeed's log off, which it imports if installed."""
     import transformers
 
     bars, deepspeed = transformers.utils.logging, logging.getLogger("DeepSpeed")
@@ -284,37 +299,45 @@ def _compare(
     aliases: Mapping[str, str] | None = None,
     may_have_more: bool = False,
 ) -> None:
-    """Every tensor as it was, to the bit, and no other. A library may widen what it opens."""
+    """Raises UserError unless the exported tensors equal those of the checkpoint to the bit.
+
+    A library may load them in a wider dtype. `aliases` are further names of tied tensors that must be there too.
+    """
     names = {**{name: name for name in source.tensors}, **(aliases or {})}
     for name, stored_name in names.items():
         expected = source.read(stored_name)
         if name not in reloaded or not _same_bits(reloaded[name].to(expected.dtype), expected):
-            raise UserError(f"{name} did not come back from the exported file as it was; nothing was exported")
+            raise UserError(f"{name} differs in the exported file; nothing was exported")
     if not may_have_more and (more := reloaded.keys() - names.keys()):
-        raise UserError(f"the exported file has {min(more)!r}, which the checkpoint has not; nothing was exported")
+        raise UserError(f"the exported file has {min(more)!r}, which the checkpoint does not; nothing was exported")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors are equal to the bit, NaN included."""
     return a.shape == b.shape and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
-def _check_place(out: Path, to: str, force: bool) -> None:
+def _check_target(out: Path, to: str, force: bool) -> None:
+    """Raises UserError if `out` exists, unless `force` is set and it is an earlier export."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:
         raise UserError(f"{out} exists; choose another name, or give --force to replace it")
-    # A folder given by mistake must not be lost: only what looks like an earlier export is replaced.
-    like_an_export = (
+    # A folder that was given by mistake must not be lost, so only what looks like an earlier export is replaced.
+    is_export_folder = (
         out.is_dir()
         and (out / "config.json").is_file()
         and all(entry.is_file() and entry.suffix in _EXPORTED_SUFFIXES for entry in out.iterdir())
     )
-    if out.is_symlink() or not (like_an_export if to == "hf" else out.is_file()):
+    if out.is_symlink() or not (is_export_folder if to == "hf" else out.is_file()):
         raise UserError(f"{out} is not an earlier export, so --force does not replace it; choose another name")
 
 
-def _settle(path: Path) -> int:
-    """Flushes what was written, and makes it as open as other files; its size in bytes."""
+def _flush_with_default_mode(path: Path) -> int:
+    """Flushes the exported files, gives them the mode of newly created files, and returns their size in bytes.
+
+    Some libraries write files that only their owner may read.
+    """
     mask = os.umask(0)
     os.umask(mask)
     files = sorted(path.iterdir()) if path.is_dir() else [path]

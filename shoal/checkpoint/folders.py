@@ -1,4 +1,4 @@
-"""The folders of checkpoints: what they are called, and how one appears, is replaced and is removed in one moment."""
+"""The folders of checkpoints: their names, and how one is published, replaced and removed by a single rename."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEP = re.compile(r"^step_(\d{8,})$")
 
 
 def step_folder(output_dir: str | Path, step: int) -> Path:
-    """Returns where a run keeps the checkpoint of a step."""
+    """Returns the folder in which a run keeps the checkpoint of a step."""
     return Path(output_dir) / "checkpoints" / f"step_{step:08d}"
 
 
@@ -23,30 +23,34 @@ def step_folders(output_dir: str | Path) -> list[Path]:
 
 
 def is_step_folder(path: Path) -> bool:
+    """Returns True for a name such as step_00000100."""
     return _STEP.match(path.name) is not None
 
 
 def step_of(path: Path) -> int:
-    """Returns the step that a step folder is of."""
+    """Returns the step in the name of a step folder."""
     return int(path.name.removeprefix("step_"))
 
 
 def damage_note(path: Path) -> Path:
-    """Returns the empty file beside a checkpoint that a run leaves if it could not read a tensor of it.
+    """Returns the path of the note that a run leaves beside a checkpoint with a damaged tensor.
 
-    The manifest alone does not show such damage.
+    The note is an empty file. It is needed because a manifest that is whole does not show such damage.
     """
     return path.with_name(f".{path.name}.damaged")
 
 
 def make_empty_folder(path: Path) -> None:
+    """Makes a new folder in the place of whatever has this name."""
     discard(path)
     path.mkdir(parents=True)
 
 
 def swap_in(beside: Path, target: Path) -> None:
-    """Renames what was written `beside` to `target`. A folder of that name is moved out of the way first, because
-    a rename cannot replace a folder."""
+    """Renames `beside`, which was written completely, to `target`.
+
+    A folder with the target's name is moved away first, because a rename cannot replace a folder.
+    """
     if target.is_dir():
         old = target.with_name(f".{target.name}.old")
         discard(old)
@@ -59,7 +63,7 @@ def swap_in(beside: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Renames a checkpoint to a hidden name, so that nobody sees half of it, and then removes it. Raises OSError."""
+    """Renames a checkpoint to a hidden name, so that no reader sees half of it, and deletes that. Raises OSError."""
     hidden = path.with_name(f".{path.name}.removed")
     discard(hidden)
     path.rename(hidden)
@@ -68,7 +72,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a file or a folder as far as that is possible."""
+    """Deletes a file or a folder, and ignores errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -77,7 +81,7 @@ def discard(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Returns when a file or a folder is on the disk."""
+    """Waits until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

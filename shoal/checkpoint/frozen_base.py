@@ -1,7 +1,7 @@
-"""Frozen weights stay where they were read from: a checkpoint refers to them by file, name and digest.
+"""The frozen base: weights that a checkpoint refers to, by file, name and digest, instead of storing them.
 
-A run that trains an adapter reads its base from safetensors and leaves it as it is; every save would copy it again.
-Instead the manifest says in which file each frozen tensor is, and what its bytes there hash to:
+A run that trains an adapter reads frozen weights from safetensors files and never changes them. Storing them in every
+checkpoint would copy them again and again, so the manifest says in which file each of them is, with its sha256:
 
     "base": {
       "files": {"/models/base.safetensors": {"bytes": 13476839424}},
@@ -9,7 +9,8 @@ Instead the manifest says in which file each frozen tensor is, and what its byte
                                    "key": "embed.weight", "file_dtype": "bfloat16", "sha256": "…"}}
     }
 
-The digest is of the tensor, not of the file: a base may move, or be cut into other files, and is still the same one.
+The digest is one of the tensor and not of the file: the frozen base may be moved, or split into other files, and is
+still the same.
 """
 
 from __future__ import annotations
@@ -41,114 +42,119 @@ if TYPE_CHECKING:
 HASHING_THREADS = 4
 
 
-class BaseProblem(UserError):
-    """Something that a checkpoint refers to cannot be read."""
+class FrozenBaseError(UserError):
+    """A tensor of the frozen base cannot be read."""
 
 
-class BaseMissing(BaseProblem):
-    """It is not there. The checkpoint is whole all the same, and what it holds itself can be used."""
+class FrozenBaseMissing(FrozenBaseError):
+    """A file of the frozen base is missing. The checkpoint is not damaged, and its stored tensors can be used."""
 
 
-class BaseAltered(BaseProblem):
-    """What is there is not what it was."""
+class FrozenBaseAltered(FrozenBaseError):
+    """A file of the frozen base has other content than when the checkpoint was saved."""
 
 
 class BaseFiles(MappedFiles):
-    """Files of weights outside of any checkpoint; `sizes` are their bytes, as far as known."""
+    """Files of a frozen base; `sizes` maps them to their sizes in bytes, as far as known."""
 
     def __init__(self, sizes: Mapping[Path, int] | None = None):
         super().__init__({})
         self.sizes = sizes or {}
 
     def check(self, path: Path) -> None:
-        """What can be told of a file without reading it."""
+        """Raises FrozenBaseError if a file is missing or has another size. Does not read it."""
         try:
-            if not path.is_file():  # nor is a folder, or a pipe that never ends
-                raise BaseMissing(f"{path} is not there")
+            if not path.is_file():  # opening a folder fails, and opening a named pipe waits forever
+                raise FrozenBaseMissing(f"{path} does not exist")
             size = path.stat().st_size
         except (OSError, ValueError) as error:
-            raise BaseMissing(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise FrozenBaseMissing(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if size != self.sizes.get(path, size):
-            raise BaseAltered(f"{path} is {size} bytes long, but had {self.sizes[path]}")
+            raise FrozenBaseAltered(f"{path} was altered: it has {size} bytes, but had {self.sizes[path]}")
 
     def damage(self, path: Path, error: Exception) -> Exception:
-        return BaseAltered(f"{path} is not what it was: {one_line(error)}")
+        return FrozenBaseAltered(f"{path} was altered: {one_line(error)}")
 
 
-class Referenced(StoredTensor):
-    """A tensor that a checkpoint refers to, whole in one piece. The file's dtype may be another than the model's."""
+class BaseTensor(StoredTensor):
+    """A tensor of a frozen base, stored as one piece. Its dtype in the file may differ from the model's."""
 
     files: BaseFiles
 
     @property
     def source(self) -> Piece:
+        """Returns the piece that is the whole tensor."""
         return self.pieces[0]
 
-    def same_as(self, other: Referenced) -> bool:
+    def same_as(self, other: BaseTensor) -> bool:
+        """Returns whether both have the same bytes in their files, by their digests."""
         mine, theirs = self.source, other.source
         return (mine.sha256, mine.dtype, mine.region) == (theirs.sha256, theirs.dtype, theirs.region)
 
 
-def parse_base(about: dict[str, Any]) -> dict[str, Referenced]:
-    """The manifest's `base`, by name in the model; ValueError if it cannot be what it says. Nothing is opened."""
+def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
+    """Returns the tensors in a manifest's `base` by name in the model. Raises ValueError for impossible claims.
+
+    No file is opened.
+    """
     files = BaseFiles({Path(file): int(facts["bytes"]) for file, facts in about["files"].items()})
-    references: dict[str, Referenced] = {}
+    tensors: dict[str, BaseTensor] = {}
     for name, facts in about["tensors"].items():
         path, shape = Path(facts["file"]), parse_lengths(name, facts["shape"])
         dtype, file_dtype = (parse_dtype(name, facts[key]) for key in ("dtype", "file_dtype"))
         if path not in files.sizes:
-            raise ValueError(f"{name} is in {path}, which is none of the base's files")
+            raise ValueError(f"{name} is in {path}, which is not one of the base's files")
         piece = Piece(path, str(facts["key"]), whole_region(shape), file_dtype, str(facts["sha256"]))
-        references[name] = Referenced(name, dtype, shape, (piece,), files)
-    return references
+        tensors[name] = BaseTensor(name, dtype, shape, (piece,), files)
+    return tensors
 
 
-def about_base(references: Mapping[str, Referenced]) -> dict[str, Any]:
-    """For the manifest; the inverse of `parse_base`."""
+def describe_base(tensors: Mapping[str, BaseTensor]) -> dict[str, Any]:
+    """Returns the manifest's entry `base`; the inverse of `parse_base`."""
     sizes: dict[str, int] = {}
-    tensors: dict[str, Any] = {}
-    for name, reference in sorted(references.items()):
-        source = reference.source
-        sizes[str(source.path)] = reference.files.sizes[source.path]
-        tensors[name] = {
-            "dtype": dtype_name(reference.dtype),
-            "shape": [*reference.shape],
+    entries: dict[str, Any] = {}
+    for name, tensor in sorted(tensors.items()):
+        source = tensor.source
+        sizes[str(source.path)] = tensor.files.sizes[source.path]
+        entries[name] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": [*tensor.shape],
             "file": str(source.path),
             "key": source.key,
             "file_dtype": dtype_name(source.dtype),
             "sha256": source.sha256,
         }
-    return {"files": {file: {"bytes": size} for file, size in sorted(sizes.items())}, "tensors": tensors}
+    return {"files": {file: {"bytes": size} for file, size in sorted(sizes.items())}, "tensors": entries}
 
 
-def files_of(references: Mapping[str, Referenced]) -> dict[str, str | None]:
-    """Where they are: file → why it cannot be used, as far as can be told without reading it."""
+def base_files(tensors: Mapping[str, BaseTensor]) -> dict[str, str | None]:
+    """Returns the files of these tensors, each with the reason why it cannot be used, or None. Reads no file."""
     problems: dict[str, str | None] = {}
-    for path, files in sorted({reference.source.path: reference.files for reference in references.values()}.items()):
+    for path, files in sorted({tensor.source.path: tensor.files for tensor in tensors.values()}.items()):
         problems[str(path)] = None
         try:
             files.check(path)
-        except BaseProblem as problem:
-            problems[str(path)] = str(problem)
+        except FrozenBaseError as error:
+            problems[str(path)] = str(error)
     return problems
 
 
-def look_in(place: Path, references: Mapping[str, Referenced]) -> dict[str, Referenced]:
-    """The same tensors in another place: a file of safetensors, or a folder with some. Raises UserError."""
+def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor]:
+    """Returns the same tensors as they are in another safetensors file, or in a folder of them. Raises UserError."""
     if not place.exists():
-        raise UserError(f"--base {place}: there is no such file or folder")
-    paths = where_tensors_are(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
-    files, found = BaseFiles(), dict[str, Referenced]()
-    for name, reference in references.items():
-        if reference.source.key not in paths:
-            raise UserError(f"--base {place} has no tensor {reference.source.key!r}, which the checkpoint refers to")
-        piece = replace(reference.source, path=paths[reference.source.key])
-        found[name] = replace(reference, pieces=(piece,), files=files)
+        raise UserError(f"--base {place}: no such file or folder")
+    paths = files_by_tensor(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
+    files, found = BaseFiles(), dict[str, BaseTensor]()
+    for name, tensor in tensors.items():
+        if tensor.source.key not in paths:
+            raise UserError(f"--base {place} has no tensor {tensor.source.key!r}, which the checkpoint refers to")
+        piece = replace(tensor.source, path=paths[tensor.source.key])
+        found[name] = replace(tensor, pieces=(piece,), files=files)
     return found
 
 
-def where_tensors_are(files: Iterable[Path]) -> dict[str, Path]:
-    """Name in the files → the file. Of two with the same name the later counts, as when weights are read."""
+def files_by_tensor(files: Iterable[Path]) -> dict[str, Path]:
+    """Returns the file of each tensor by its name in the files. Of two with one name, the later file's counts."""
     paths: dict[str, Path] = {}
     for file in files:
         try:
@@ -159,17 +165,17 @@ def where_tensors_are(files: Iterable[Path]) -> dict[str, Path]:
     return paths
 
 
-class Base:
-    """The files that a run's weights were read from, and which of its frozen parameters are still what those hold.
+class FrozenBase:
+    """The files that a run read its weights from, and the frozen parameters that still have the values in them.
 
-    A parameter that is frozen may be changed all the same: an average of others, other weights that are loaded over
-    it. A hash of its bits tells; it is stored then as any other. Buffers are always stored. All ranks make a base, and
-    ask it, together.
+    Frozen only means that no gradient is computed: a parameter may still change, for example as an average of others or
+    by loading other weights. A fingerprint of its bits shows that, and it is then stored like any other. Buffers are
+    always stored. All ranks construct it and call its methods together.
     """
 
-    def __init__(self, model: nn.Module, weights: Weights, here: Mapping[str, Tensor]):
-        """`here` is the model's state right after its weights were read from files, where they were."""
-        self._paths = where_tensors_are(weights.files if weights.kind == "files" else ())
+    def __init__(self, model: nn.Module, weights: Weights, model_state: Mapping[str, Tensor]):
+        """`model_state` has the model's tensors by name, right after they were read from the files of `weights`."""
+        self._paths = files_by_tensor(weights.files if weights.kind == "files" else ())
         self._sizes = {path: path.stat().st_size for path in self._paths.values()}
         self._peers = Peers()
         frozen: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
@@ -177,90 +183,94 @@ class Base:
         for tensor, (name, *aliases) in tensors_with_names(model):
             source = next((sources[key] for key in (name, *aliases) if key in sources), None)
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            # What is made from several file tensors, or from another form of one, is stored in every checkpoint.
-            if is_frozen and isinstance(source, FileTensor) and _has_bits(here[name]):
-                frozen[name] = (source.name, here[name].dtype, tuple(here[name].shape))
-        self._own = sorted(frozen)
-        self._bits = self._hash_bits(here)
-        self.references = self._look_up(frozen) if self._paths else {}
-        """Of all ranks: what is frozen and came from the files."""
+            # A tensor that is made from several file tensors, or from another form of one, is always stored.
+            if is_frozen and isinstance(source, FileTensor) and _has_plain_bits(model_state[name]):
+                frozen[name] = (source.name, model_state[name].dtype, tuple(model_state[name].shape))
+        self._local_names = sorted(frozen)
+        self._local_fingerprints = self._fingerprints(model_state)
+        self.tensors = self._hash_files(frozen) if self._paths else {}
+        """The frozen tensors of all ranks that came from the files, by name in the model."""
 
-    def leave_out(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state without what can be read from the files again, and what the manifest says of that."""
-        there = self.unchanged(state.model)
-        model = {name: tensor for name, tensor in state.model.items() if name not in there}
-        return replace(state, model=model), {"base": about_base(there)} if there else {}
+    def without_base(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state without what the files still hold, and the manifest's entry that refers to the files."""
+        unchanged = self.unchanged(state.model)
+        model = {name: tensor for name, tensor in state.model.items() if name not in unchanged}
+        return replace(state, model=model), {"base": describe_base(unchanged)} if unchanged else {}
 
-    def unchanged(self, here: Mapping[str, Tensor]) -> dict[str, Referenced]:
-        """What of the files the model holds as they do, over all ranks; `here` is its state."""
-        if not self.references:
+    def unchanged(self, model_state: Mapping[str, Tensor]) -> dict[str, BaseTensor]:
+        """Returns the tensors that on all ranks still have the values in the files."""
+        if not self.tensors:
             return {}
-        changed = self._hash_bits(here) != self._bits
-        changed_names = self._peers.union({self._own[place]: True for place in changed.nonzero().flatten().tolist()})
-        return {name: reference for name, reference in self.references.items() if name not in changed_names}
+        changed = self._fingerprints(model_state) != self._local_fingerprints
+        changed_names = self._peers.union(
+            {self._local_names[index]: True for index in changed.nonzero().flatten().tolist()}
+        )
+        return {name: tensor for name, tensor in self.tensors.items() if name not in changed_names}
 
-    def check(self, checkpoint: Checkpoint, here: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Refuses a checkpoint that refers to another base than the run has; the model's state is `here`.
+    def check(self, checkpoint: Checkpoint, model_state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Raises FrozenBaseError if a checkpoint refers to other weights than this run has read.
 
-        Returns what has to be read to have what the checkpoint refers to: nothing, where the model still has it.
+        Returns the tensors of the checkpoint's frozen base that have to be read because the model has other values.
         """
-        own = self._find(checkpoint.base)
-        for name, reference in checkpoint.base.items():
-            if name not in own:
-                checkpoint.check_base(reference)
-            elif not own[name].same_as(reference):
-                raise BaseAltered(
-                    f"{own[name].source.path} is not the base that {checkpoint.folder} was trained on: "
-                    f"{own[name].source.key} differs; put the file back, or take the adapter alone by "
-                    "checkpoint.init_from in a run of its own"
+        run_tensors = self._find_in_files(checkpoint.base)
+        for name, tensor in checkpoint.base.items():
+            if name not in run_tensors:
+                checkpoint.check_base(tensor)
+            elif not run_tensors[name].same_as(tensor):
+                raise FrozenBaseAltered(
+                    f"{run_tensors[name].source.path} is not the base that {checkpoint.folder} was trained on: "
+                    f"{run_tensors[name].source.key} differs; put the file back, or start a new run from the adapter "
+                    "alone with checkpoint.init_from"
                 )
-        held = self.unchanged(here) if checkpoint.base else {}
-        return {name: own.get(name, reference) for name, reference in checkpoint.base.items() if name not in held}
+        held = self.unchanged(model_state) if checkpoint.base else {}
+        return {name: run_tensors.get(name, tensor) for name, tensor in checkpoint.base.items() if name not in held}
 
-    def has(self, referenced: Mapping[str, Referenced]) -> bool:
-        """Whether all of these are in the files of this run, the same."""
-        own = self._find(referenced)
-        return all(name in own and own[name].same_as(reference) for name, reference in referenced.items())
+    def contains(self, tensors: Mapping[str, BaseTensor]) -> bool:
+        """Returns whether the files of this run hold all of these tensors with the same values."""
+        run_tensors = self._find_in_files(tensors)
+        return all(name in run_tensors and run_tensors[name].same_as(tensor) for name, tensor in tensors.items())
 
-    def _find(self, referenced: Mapping[str, Referenced]) -> dict[str, Referenced]:
-        """The same tensors in the files of this run; what is not frozen here is hashed only now."""
+    def _find_in_files(self, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor]:
+        """Returns this run's tensors and those of `tensors` that its files hold; the latter are hashed only now."""
         unknown = {
-            name: (reference.source.key, reference.dtype, reference.shape)
-            for name, reference in referenced.items()
-            if name not in self.references and reference.source.key in self._paths
+            name: (tensor.source.key, tensor.dtype, tensor.shape)
+            for name, tensor in tensors.items()
+            if name not in self.tensors and tensor.source.key in self._paths
         }
-        return {**self.references, **(self._look_up(unknown) if unknown else {})}
+        return {**self.tensors, **(self._hash_files(unknown) if unknown else {})}
 
-    def _look_up(self, wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Referenced]:
-        """Hashes these in the files, each on one rank, the largest dealt out first; all ranks get all.
+    def _hash_files(self, tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, BaseTensor]:
+        """Hashes the tensors of all ranks in the files, each on one rank, and returns all of them on every rank.
 
-        `wanted` is name in the model → name in the files, dtype and shape in the model.
+        `tensors` maps a name in the model to the name in the files, and the dtype and shape in the model.
         """
-        everything = self._peers.union(wanted)
-        names = sorted(everything, key=lambda name: (-prod(everything[name][2]), name))
-        keys = {name: everything[name][0] for name in names[self._peers.rank :: self._peers.size]}
+        all_tensors = self._peers.union(tensors)
+        largest_first = sorted(all_tensors, key=lambda name: (-prod(all_tensors[name][2]), name))
+        keys = {name: all_tensors[name][0] for name in largest_first[self._peers.rank :: self._peers.size]}
 
         def hash_tensors() -> dict[str, tuple[torch.dtype, str]]:
-            files = BaseFiles(self._sizes)  # closed again after this: pages of a mapped file count as memory
-            tensors = [files.tensor(self._paths[key], key) for key in keys.values()]
-            with ThreadPoolExecutor(HASHING_THREADS) as threads:  # Python's lock is free while one hashes
-                digests = threads.map(tensor_digest, tensors)
-                return {name: (t.dtype, digest) for name, t, digest in zip(keys, tensors, digests, strict=True)}
+            files = BaseFiles(self._sizes)  # forgotten after hashing: pages of mapped files count as memory
+            mapped = [files.tensor(self._paths[key], key) for key in keys.values()]
+            with ThreadPoolExecutor(HASHING_THREADS) as threads:  # hashing does not hold Python's global lock
+                digests = threads.map(tensor_digest, mapped)
+                return {name: (t.dtype, digest) for name, t, digest in zip(keys, mapped, digests, strict=True)}
 
         hashed, files = self._peers.union(self._peers.run_together(hash_tensors)), BaseFiles(self._sizes)
         return {
-            name: Referenced(
+            name: BaseTensor(
                 name, dtype, shape, (Piece(self._paths[key], key, whole_region(shape), *hashed[name]),), files
             )
-            for name, (key, dtype, shape) in everything.items()
+            for name, (key, dtype, shape) in all_tensors.items()
         }
 
-    def _hash_bits(self, here: Mapping[str, Tensor]) -> Tensor:
-        """One number for each of this rank's own, on the device."""
-        return torch.stack([fingerprint(local_part(here[name])) for name in self._own] or [torch.zeros(())])
+    def _fingerprints(self, model_state: Mapping[str, Tensor]) -> Tensor:
+        """Returns one number for each frozen tensor of this rank, on the device."""
+        return torch.stack(
+            [fingerprint(local_part(model_state[name])) for name in self._local_names] or [torch.zeros(())]
+        )
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor, not a kind of its own that keeps several."""
-    part = local_part(tensor)
-    return type(part) is Tensor and part.element_size() <= 8
+def _has_plain_bits(tensor: Tensor) -> bool:
+    """Returns False for tensor subclasses that keep several tensors, which have no bits of their own to hash."""
+    local = local_part(tensor)
+    return type(local) is Tensor and local.element_size() <= 8

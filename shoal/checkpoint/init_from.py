@@ -1,4 +1,7 @@
-"""Weights to begin with: another run's checkpoint, or files of other programs. Nothing in them is run."""
+"""checkpoint.init_from: the weights that a new run starts with, from a checkpoint or from files of other programs.
+
+No code in these files is ever run.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.folders import step_folders
-from shoal.checkpoint.frozen_base import Base, Referenced, files_of
-from shoal.checkpoint.latest import compare_shapes, find_latest_checkpoint
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBase, base_files
+from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
@@ -26,69 +29,73 @@ KEY = "checkpoint.init_from"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict")
-"""Where others put the weights in a file that holds more than them."""
+"""The keys under which other programs put the weights in a file that holds more than weights."""
 
 
-def weights_for(
+def weights_for_model(
     model: nn.Module,
     path: str,
-    base: Base | None = None,
+    base: FrozenBase | None = None,
     warn: Callable[[str], None] = lambda warning: None,
-    elsewhere: Collection[str] = (),
+    names_on_other_ranks: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The weights in `path` for a model with the same names and shapes, each where only what is used of it is read.
+    """Returns the weights in `path` by name in the model; each is a mapped tensor, or a StoredTensor.
 
-    What is tied in the model may be there under any of its names, or under all of them with one value. An adapter may
-    come alone: what it refers to, or what is frozen in this run's `base`, the model keeps as it is. All ranks call it.
-    `elsewhere` are names that other ranks have, as stages of a pipeline do.
+    Names and shapes must be those of the model. A tied tensor may have any of its names, or all of them with equal
+    values. Tensors of a frozen base may be missing: the model then keeps those that this run has read (`base`). All
+    ranks call it. `names_on_other_ranks` are tensors of other stages of a pipeline.
     """
-    stored, referenced = open_weights(path)
-    everything: dict[str, Any] = {**stored, **referenced}
-    shapes: dict[str, list[int]] = {}
-    found: dict[str, list[str]] = {}
-    lacking: dict[str, Referenced] = {}
+    stored, base_tensors = open_weights(path)
+    tensors: dict[str, Any] = {**stored, **base_tensors}
+    model_shapes: dict[str, list[int]] = {}
+    stored_names: dict[str, list[str]] = {}
+    missing: dict[str, BaseTensor] = {}
     for tensor, names in tensors_with_names(model):
-        first, present = names[0], [name for name in names if name in everything]
-        found[first] = present
-        if base and first in base.references and not present:
-            lacking[first] = base.references[first]
+        first, present = names[0], [name for name in names if name in tensors]
+        stored_names[first] = present
+        if base and first in base.tensors and not present:
+            missing[first] = base.tensors[first]
         else:
-            shapes |= {name: [*logical_shape(tensor)] for name in present or [first]}
-    there = {name: [*value.shape] for name, value in everything.items() if name in shapes or name not in elsewhere}
-    if differences := compare_shapes(there, shapes):
+            model_shapes |= {name: [*logical_shape(tensor)] for name in present or [first]}
+    stored_shapes = {
+        name: [*value.shape]
+        for name, value in tensors.items()
+        if name in model_shapes or name not in names_on_other_ranks
+    }
+    if differences := describe_differences(stored_shapes, model_shapes):
         raise UserError(
-            f"{KEY} = {path!r} holds the weights of another model: {differences}; name weights of the model in this "
+            f"{KEY} = {path!r} has the weights of another model: {differences}; give weights of the model in this "
             "config"
         )
-    for first, *others in filter(None, found.values()):
+    for first, *others in filter(None, stored_names.values()):
         for name in others:
-            if not torch.equal(_read(everything[name]), _read(everything[first])):
+            if not torch.equal(_read(tensors[name]), _read(tensors[first])):
                 raise UserError(f"{KEY} = {path!r}: {first} and {name} differ, but are one tensor in this model")
-    if referenced and not (base and base.has(referenced)):
+    if base_tensors and not (base and base.contains(base_tensors)):
         warn(
-            f"{KEY} = {path!r} is an adapter to frozen weights in {', '.join(files_of(referenced))}, which are not "
-            f"what this run has: the adapter alone is taken, and {len(referenced)} tensors stay as they are here"
+            f"{KEY} = {path!r} is an adapter for frozen weights in {', '.join(base_files(base_tensors))}, which this "
+            f"run does not have: only the adapter is loaded, and {len(base_tensors)} tensors keep their values"
         )
-    elif lacking:
-        files = ", ".join(files_of(lacking))
-        warn(f"{KEY} = {path!r} is an adapter alone: {len(lacking)} frozen tensors stay as they are in {files}")
-    return {name: stored[names[0]] for name, names in found.items() if names and names[0] in stored}
+    elif missing:
+        files = ", ".join(base_files(missing))
+        warn(f"{KEY} = {path!r} is only an adapter: {len(missing)} frozen tensors keep their values from {files}")
+    return {name: stored[names[0]] for name, names in stored_names.items() if names and names[0] in stored}
 
 
-def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, Referenced]]:
-    """Name → a tensor in a mapped file, or a StoredTensor; and what a checkpoint only refers to."""
+def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]]:
+    """Returns the tensors in `path` by name, mapped or as StoredTensors, and the frozen base of a checkpoint."""
     place = Path(path).expanduser()
     if not place.exists():
-        raise UserError(f"{KEY} = {path!r}: there is no such file or folder")
+        raise UserError(f"{KEY} = {path!r}: no such file or folder")
     if step_folders(place):
-        newest = find_latest_checkpoint(place)
-        if newest is None:
-            raise UserError(f"{KEY} = {path!r}: all checkpoints in it are damaged")
-        place = newest
+        latest = find_latest_checkpoint(place)
+        if latest is None:
+            raise UserError(f"{KEY} = {path!r}: all its checkpoints are damaged; give another run or file")
+        place = latest
     if (place / MANIFEST).exists():
         try:
             checkpoint = open_checkpoint(place)
-            return checkpoint.stored().model, checkpoint.base
+            return checkpoint.stored_state().model, checkpoint.base
         except DamagedCheckpoint as error:
             raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
     weights: dict[str, Tensor] = {}
@@ -98,48 +105,49 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, Referenced]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors in a file by name."""
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)  # mapped into memory: what is not used of it is not read
+            return load_file(path)  # mapped into memory: tensors that are not used are not read
         except READ_ERRORS as error:
             raise UserError(f"{KEY}: {path} cannot be read as safetensors: {one_line(error)}") from None
     if path.suffix in _TORCH_SUFFIXES:
         return _read_torch(path)
     raise UserError(
-        f"{KEY} = {str(path)!r} is no kind of file it knows: give a checkpoint, a folder that transformers saved, a "
+        f"{KEY} = {str(path)!r} is a file of an unknown kind; give a checkpoint, a folder that transformers saved, a "
         f".safetensors file, or a state dict in a file that ends in {', '.join(_TORCH_SUFFIXES)}"
     )
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of weights in a folder that transformers saved; never one outside it."""
+    """Returns the weight files in a folder that transformers saved. Refuses names of files outside the folder."""
     if (folder / _INDEX).exists():
         try:
             names = sorted({str(name) for name in json.loads((folder / _INDEX).read_text())["weight_map"].values()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{KEY}: {folder / _INDEX} is damaged") from None
+            raise UserError(f"{KEY}: {folder / _INDEX} is damaged; save the model again") from None
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise UserError(f"{KEY}: {folder / _INDEX} names {name!r}, which is not in its folder")
         return [folder / name for name in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    raise UserError(f"{KEY} = {str(folder)!r} is no checkpoint and has no {_SINGLE}; name the file of weights itself")
+    raise UserError(f"{KEY} = {str(folder)!r} is not a checkpoint and has no {_SINGLE}; give the weight file itself")
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """A state dict, by the unpickler that knows tensors alone."""
+    """Returns the state dict in a torch file, read by the restricted unpickler (`weights_only`)."""
     load: Callable[..., Any] = torch.load
     try:
         with path.open("rb") as file:
-            mapped = file.read(2) == b"PK"  # the format since 1.6; older ones are read whole
+            mapped = file.read(2) == b"PK"  # the zip format since torch 1.6; older files cannot be mapped
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other pickle protocols; that it was refused says enough
+            warnings.simplefilter("ignore")  # about other pickle protocols; the refusal below says enough
             loaded = load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         raise UserError(
-            f"{KEY}: {path} holds more than tensors, and what that is could be code, so it is not opened; save the "
-            "state dict alone, or as safetensors"
+            f"{KEY}: {path} holds more than tensors, which could be code, so it is not opened; save only the state "
+            "dict, or save it as safetensors"
         ) from None
     except Exception as error:  # a hostile or damaged file fails in many ways
         raise UserError(f"{KEY}: {path} cannot be read as a torch file: {one_line(error)}") from None
@@ -149,10 +157,11 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
         for name, value in loaded.items()
     ):
-        raise UserError(f"{KEY}: {path} is not a state dict: tensors by their names, and nothing else")
+        raise UserError(f"{KEY}: {path} is not a state dict; save a dict of tensors by name, and nothing else")
     return dict(loaded)
 
 
 def _read(value: Any) -> Tensor:
+    """Returns the values of a tensor that may be a StoredTensor."""
     whole: Tensor = value if isinstance(value, Tensor) else value.read()
     return whole

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it is one of the same run."""
+"""The checkpoint that a run resumes from: finds the latest, and refuses one of another model or run."""
 
 from __future__ import annotations
 
@@ -14,54 +14,56 @@ from shoal.config.schema import LoaderConfig
 from shoal.config.yaml import flatten
 from shoal.errors import UserError
 
-_IDENTITY = ("recipe", "model.", "lora.", "dataset.", "experiment.seed")
-_NOT_IDENTITY = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "cache_dir")}
+_IDENTITY_KEYS = ("recipe", "model.", "lora.", "dataset.", "experiment.seed")
+"""The keys that must not change when a run resumes, by how they begin."""
+_CHANGEABLE_KEYS = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "cache_dir")}
 
 
 def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The highest step under a run folder whose manifest verifies."""
+    """Returns the checkpoint of a run with the highest step whose manifest verifies, or None."""
     for folder in reversed(step_folders(output_dir)):
         with suppress(DamagedCheckpoint):
             return open_checkpoint(folder).folder
     return None
 
 
-def find_start(
-    resume: str, manager: CheckpointManager, warn: Callable[[str], None], restarted: bool = False
+def find_resumable(
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool = False
 ) -> list[Path]:
-    """The checkpoints a run may go on from, best first; none means a fresh start.
+    """Returns the checkpoints that a run may resume from, in the order to try them; none means a fresh start.
 
-    `restarted`: a launcher repeats what a user wanted once, so a run that has gone back to a path goes on.
+    `resume` is the value of checkpoint.resume. If it is a checkpoint of this run, the run goes back to it; but a
+    launcher that restarts the run (`was_restarted`) must not go back again, if anything was saved since.
     """
-    own = step_folders(manager.output_dir)[::-1]
-    if resume == "never" and own:
+    newest_first = step_folders(manager.output_dir)[::-1]
+    if resume == "never" and newest_first:
         raise UserError(
-            f"checkpoint.resume = never, but {manager.folder} already holds {own[0].name}; "
-            "choose another experiment.output_dir or resume: auto"
+            f"checkpoint.resume = never, but {manager.folder} already has {newest_first[0].name}; choose another "
+            "experiment.output_dir or checkpoint.resume = auto"
         )
     if resume in ("never", "auto"):
-        return own
-    given = Path(resume)
-    is_own = manager.is_own_step(given)
-    if restarted and is_own:
-        since = (path for path in own if step_of(path) > step_of(given))
-        if any(_resumed_from(path) == resume for path in since):
-            return own
-    if not given.exists():
+        return newest_first
+    path = Path(resume)
+    is_own = manager.owns(path)
+    if was_restarted and is_own:
+        later = (folder for folder in newest_first if step_of(folder) > step_of(path))
+        if any(_resume_key_of(folder) == resume for folder in later):
+            return newest_first
+    if not path.exists():
         raise UserError(f"checkpoint.resume = {resume!r}: no such folder; give a step folder or a run folder")
-    found = [given] if is_step_folder(given) else step_folders(given)[::-1]
+    found = [path] if is_step_folder(path) else step_folders(path)[::-1]
     if not found:
-        raise UserError(f"checkpoint.resume = {resume!r} holds no usable checkpoint")
-    if own and not is_own and given.resolve() != manager.output_dir.resolve():
-        warn(f"going on in {manager.output_dir}; checkpoint.resume = {resume} was only its starting point")
-        return own
+        raise UserError(f"checkpoint.resume = {resume!r} has no checkpoints; give a step folder or a run folder")
+    if newest_first and not is_own and path.resolve() != manager.output_dir.resolve():
+        warn(f"resuming in {manager.output_dir}; checkpoint.resume = {resume} was only where the run started")
+        return newest_first
     return found
 
 
-def _resumed_from(path: Path) -> str | None:
-    """What `checkpoint.resume` was when this was saved."""
+def _resume_key_of(folder: Path) -> str | None:
+    """Returns the value of checkpoint.resume with which a checkpoint was saved, or None if it does not say."""
     with suppress(DamagedCheckpoint, UserError, LookupError, TypeError):
-        return str(open_checkpoint(path).manifest["config"]["checkpoint"]["resume"])
+        return str(open_checkpoint(folder).manifest["config"]["checkpoint"]["resume"])
     return None
 
 
@@ -70,34 +72,37 @@ def check_same_model(
     shapes: dict[str, list[int]],
     advice: str = "choose another experiment.output_dir or checkpoint.resume",
 ) -> None:
-    """Refuses a checkpoint of another architecture, naming the first tensors that differ."""
-    if differences := compare_shapes(checkpoint.shapes, shapes):
+    """Raises UserError if a checkpoint is one of another model, and names the first tensors that differ."""
+    if differences := describe_differences(checkpoint.shapes, shapes):
         raise UserError(f"{checkpoint.folder} is a checkpoint of another model: {differences}; {advice}")
 
 
-def compare_shapes(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> str:
-    """The first tensors whose shapes differ, in words; empty if none does."""
+def describe_differences(stored_shapes: Mapping[str, list[int]], model_shapes: Mapping[str, list[int]]) -> str:
+    """Returns a list of the first tensors whose shapes differ, or an empty string if none do."""
     differences = [
-        f"{name} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
-        for name in sorted({*there, *here})
-        if there.get(name) != here.get(name)
+        f"{name} is {stored_shapes.get(name, 'absent')} in the file and {model_shapes.get(name, 'absent')} in the model"
+        for name in sorted({*stored_shapes, *model_shapes})
+        if stored_shapes.get(name) != model_shapes.get(name)
     ]
     more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
     return "; ".join(differences[:3]) + more
 
 
-def check_same_run(checkpoint: Checkpoint, now: dict[str, Any], allowed: list[str]) -> None:
-    """Refuses to go on with another model, data, seed or batch than the checkpoint was made with."""
-    then, current = _identity(checkpoint.manifest["config"]), _identity(now)
-    for key in sorted({*then, *current}):
-        if then.get(key) != current.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed):
+def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list[str]) -> None:
+    """Raises UserError if the recipe, model, data or seed has changed since a checkpoint was saved.
+
+    `allowed` is checkpoint.allow_changed: keys and sections that may change.
+    """
+    stored, current = _identity(checkpoint.manifest["config"]), _identity(config)
+    for key in sorted({*stored, *current}):
+        if stored.get(key) != current.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed):
             raise UserError(
-                f"{key} = {current.get(key)!r}, but {checkpoint.folder} was made with {then.get(key)!r}; "
+                f"{key} = {current.get(key)!r}, but {checkpoint.folder} was saved with {stored.get(key)!r}; "
                 f"set it back, choose another experiment.output_dir, or list it in checkpoint.allow_changed"
             )
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The values that make a run this run and no other, by dotted key."""
+    """Returns the values that must not change when a run resumes, by dotted key."""
     flat = flatten(config)
-    return {key: value for key, value in flat.items() if key.startswith(_IDENTITY) and key not in _NOT_IDENTITY}
+    return {key: value for key, value in flat.items() if key.startswith(_IDENTITY_KEYS) and key not in _CHANGEABLE_KEYS}

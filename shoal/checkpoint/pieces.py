@@ -1,7 +1,8 @@
-"""Pieces of tensors in safetensors files: written with digests in one pass over memory, mapped into memory to be read.
+"""Pieces of tensors in safetensors files: written and hashed in one pass, and mapped into memory for reading.
 
-The library's own writer copies every tensor and holds Python's lock while it writes, so that nothing else of a process
-runs; this one does neither, and a checkpoint can be written while training goes on. Reading is the library's.
+A piece is a region of a tensor that is stored in one file. The writer of the safetensors library copies every tensor
+and holds Python's global lock while it writes, which would stop training; this writer does neither. Files are read by
+the library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoal.checkpoint.regions import Region, whole_region
 from shoal.errors import UserError
 
 READ_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
-"""What opening a damaged file, or reading a tensor from it, raises."""
+"""The errors that opening a damaged file, or reading a tensor from it, may raise."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -44,16 +45,16 @@ _CHUNK_BYTES = 1 << 24
 
 
 class DamagedCheckpoint(UserError):
-    """The folder is not what its manifest says: cut short, altered, or never finished."""
+    """A checkpoint's files do not match its manifest: one of them is missing, shorter or altered."""
 
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Writes tensors from any device, one after another. The file is on the disk when this returns.
+    """Writes tensors from any device one after another, and flushes the file to the disk.
 
-    With `read`, `tensors` may be on meta: each is then read when it is written. Returns what the manifest says of the
-    file (its bytes and the digest of its header), and the digest of each tensor.
+    With `read`, `tensors` may be on the meta device: their values are then read one at a time. Returns the file's
+    entry for the manifest (its size and the digest of its header), and the digest of each tensor.
     """
     # The widest dtypes come first, so that every tensor is aligned in the file.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
@@ -70,7 +71,7 @@ def write_safetensors(
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Returns eight bytes of length and that much JSON, filled up with spaces."""
+    """Returns the header of a safetensors file: eight bytes of length, then JSON, padded with spaces."""
     entries: dict[str, object] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -82,7 +83,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _write(file: FileIO, data: bytes | memoryview) -> str:
-    """Writes all of `data` and returns its digest. The system may write less at a time than it is given."""
+    """Writes all of `data` and returns its digest. A single call to the system may write only some of the bytes."""
     digest, left = hashlib.sha256(), memoryview(data)
     while len(left):
         written = file.write(left[:_CHUNK_BYTES])
@@ -92,15 +93,18 @@ def _write(file: FileIO, data: bytes | memoryview) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor; without a copy if it is contiguous and on the CPU."""
     flat: Any = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
 
 def tensor_digest(tensor: Tensor) -> str:
+    """Returns the sha256 of a tensor's bytes."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def header_digest(path: Path) -> str:
+    """Returns the sha256 of the header of a safetensors file."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
@@ -113,36 +117,37 @@ class Piece:
 
     path: Path
     key: str
-    """The name in the file."""
+    """The tensor's name in the file."""
     region: Region
     dtype: torch.dtype
-    """In the file."""
+    """The dtype in the file."""
     sha256: str
 
 
 class MappedFiles:
-    """The files of one checkpoint, mapped into memory when first needed. Each piece is compared with its digest once.
+    """The files of one checkpoint, mapped into memory when first used. Each piece is compared with its digest once.
 
-    Reading a mapped piece twice, to check it and to copy it, costs page cache and no memory of the process.
+    Because files are mapped, reading a piece twice (to check it, then to copy it) takes page cache and no memory of
+    the process.
     """
 
     def __init__(self, headers: Mapping[str, str]):
-        """`headers` are the digests of the files' headers, by their names."""
+        """`headers` maps the name of each file to the digest of its header."""
         self.headers = headers
         self._open: dict[Path, Any] = {}
         self._checked: set[Piece] = set()
 
     def check(self, path: Path) -> None:
-        """Raises ValueError if a file is not what it should be, before it is opened."""
+        """Raises ValueError if the header of a file was altered. Called once for each file, before it is opened."""
         if header_digest(path) != self.headers[path.name]:
             raise ValueError("its header was altered")
 
     def damage(self, path: Path, error: Exception) -> Exception:
-        """Returns the error to raise for a file that cannot be read."""
+        """Returns the exception to raise for a file that cannot be read."""
         return DamagedCheckpoint(f"{path}: {error}")
 
     def tensor(self, path: Path, key: str) -> Tensor:
-        """Returns a tensor as it is in a file, compared with nothing."""
+        """Returns a tensor from a file without comparing it with a digest."""
         try:
             if path not in self._open:
                 self.check(path)
@@ -153,6 +158,7 @@ class MappedFiles:
         return tensor
 
     def read(self, piece: Piece) -> Tensor:
+        """Returns a piece, after comparing its shape, dtype and digest with the manifest."""
         tensor = self.tensor(piece.path, piece.key)
         if (tuple(tensor.shape), tensor.dtype) != (piece.region.shape, piece.dtype):
             raise self.damage(piece.path, ValueError(f"{piece.key} has another shape or dtype than in the manifest"))
@@ -164,10 +170,10 @@ class MappedFiles:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files. Its values are read when asked for, any region of it."""
+    """A logical tensor that is stored in files. `read` loads any region of it."""
 
     name: str
-    """With its section: model/…, optimizer/<slot>/…, strategy/…"""
+    """The name with its section: model/<name>, optimizer/<slot>/<name> or strategy/<name>."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] = field(repr=False)
@@ -176,29 +182,30 @@ class StoredTensor:
     def read(self, region: Region | None = None) -> Tensor:
         """Returns a region of the tensor, or all of it, on the CPU.
 
-        It may be a view of the file: copy it to keep it. Raises DamagedCheckpoint, or BaseProblem for a frozen base.
+        The result may be a view of the mapped file: copy it to keep it. Raises DamagedCheckpoint, or FrozenBaseError
+        for a tensor of a frozen base.
         """
         region = region or whole_region(self.shape)
         needed = self._needed(region)
         if len(needed) == 1 and needed[0][1] == region:
             piece, overlap = needed[0]
-            return self.files.read(piece)[overlap.within(piece.region)].to(self.dtype)
+            return self.files.read(piece)[overlap.slices_in(piece.region)].to(self.dtype)
         result = torch.empty(region.shape, dtype=self.dtype)
         for piece, overlap in needed:
-            result[overlap.within(region)] = self.files.read(piece)[overlap.within(piece.region)]
+            result[overlap.slices_in(region)] = self.files.read(piece)[overlap.slices_in(piece.region)]
         return result
 
     def check(self, region: Region | None = None) -> None:
-        """Compares the pieces that `read` would open with their digests. Raises what `read` does."""
+        """Compares the pieces that `read` would open with their digests, and raises what `read` would raise."""
         for piece, _ in self._needed(region or whole_region(self.shape)):
             self.files.read(piece)
 
     def _needed(self, region: Region) -> list[tuple[Piece, Region]]:
-        """Returns the pieces that overlap a region, each with the region of its overlap."""
+        """Returns the pieces that overlap a region, each with the region that both have in common."""
         whole = whole_region(self.shape)
-        if region == whole:  # an empty tensor too: its piece holds nothing, but is checked
+        if region == whole:  # this includes empty tensors, whose piece has no bytes but is checked all the same
             return [(piece, piece.region) for piece in self.pieces]
-        if len(region.shape) != len(self.shape) or (region.numel and region.overlap(whole) != region):
+        if len(region.shape) != len(self.shape) or (region.numel and region.intersect(whole) != region):
             raise ValueError(f"{self.name} {[*self.shape]} has no region {[*region.shape]} at {[*region.offset]}")
-        overlaps = ((piece, region.overlap(piece.region)) for piece in self.pieces)
+        overlaps = ((piece, region.intersect(piece.region)) for piece in self.pieces)
         return [(piece, overlap) for piece, overlap in overlaps if overlap]

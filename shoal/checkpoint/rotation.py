@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: the last, the best by a metric, and every n-th."""
+"""Rotation: which checkpoints a run keeps, and which of them is the best by a metric."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shoal.types import TrainState
 
 Mode = Literal["min", "max"]
 
-LARGEST = sys.float_info.max
+_LARGEST_FLOAT = sys.float_info.max
 
 
 class CheckpointManager:
-    """Saves into `<output_dir>/checkpoints/step_<n>`; keeps the last k, the best k by a metric, and every n-th.
+    """Saves into `<output_dir>/checkpoints/step_<n>`, and keeps the last k, the best k by a metric, and every n-th.
 
-    All ranks save together, and ask it together what is best: the main process alone looks at folders, moves and
-    removes them. What a step was worth is in its own checkpoint, so nothing has to be remembered from run to run.
+    All ranks call `save`, `best` and `would_be_among_best` together; only the main process reads, moves and removes
+    folders. The metrics of a step are stored in its checkpoint, so that a later run knows them without another file.
     """
 
     def __init__(
@@ -47,134 +47,142 @@ class CheckpointManager:
         mode: Mode = "min",
         keep_every: int | None = None,
         is_main_process: bool = True,
-        may_write: Callable[[], None] = lambda: None,
+        check_may_write: Callable[[], None] = lambda: None,
         background: bool = False,
     ):
-        """`may_write` is asked on the main process before each save; UserError if another run writes here.
-
-        `background` lets `save` return as soon as the state is copied aside; `wait` then tells how it went.
+        """`check_may_write` is called on the main process before each save, and raises UserError if another run has
+        taken over the folder. With `background`, `save` returns when the state is copied, and `wait` raises its errors.
         """
         self.output_dir, self.folder = Path(output_dir), Path(output_dir) / "checkpoints"
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every
         self.metric, self.mode = metric, mode
-        self.is_main_process, self.may_write = is_main_process, may_write
+        self.is_main_process, self.check_may_write = is_main_process, check_may_write
         self._metrics: dict[int, dict[str, float] | None] = {}
-        """What the steps were worth, as far as known; None for one that is damaged."""
-        self._lock = Lock()  # a save in the background clears up while the loop asks what is best
+        """The metrics of each step that was looked at; None for a damaged checkpoint."""
+        self._lock = Lock()  # the background thread rotates while the training loop asks for the best step
         self.background, self._saver = background, Saver(background)
-        self.saving_step: int | None = None
-        """What was given to `save` last."""
+        self.last_attempted_step: int | None = None
+        """The step of the last call of `save`, whether or not it succeeded."""
         self.saved_step = 0
-        """The last that was published."""
+        """The step of the last checkpoint that was published."""
 
     def path_of(self, step: int) -> Path:
+        """Returns the folder of a step's checkpoint."""
         return step_folder(self.output_dir, step)
 
     def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> Path:
-        """Publishes a checkpoint, then removes what it makes superfluous.
+        """Publishes a checkpoint, and then removes those that need not be kept any longer.
 
-        OSError if it cannot be written, on every rank, with all others left as they were; in the background, that comes
-        from `wait`. `trainer["metrics"]` is what the step was worth, where it was evaluated.
+        Raises OSError on every rank if it cannot be written, with the other checkpoints left as they were; in the
+        background, `wait` raises it. `trainer["metrics"]` has the metrics of the step, if it was evaluated.
         """
         path = self.path_of(trainer["step"])
         self.wait()
-        self.saving_step = trainer["step"]
-        ALL.run_on_first(lambda: self._check_ready(num_bytes(state)))
+        self.last_attempted_step = trainer["step"]
+        ALL.run_on_rank_0(lambda: self._check_ready(expected_bytes(state)))
         self._saver.save(path, state, trainer, about, lambda: self._published(trainer))
         return path
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong with the last save."""
+        """Waits until nothing is being written, and raises the error of the last save."""
         self._saver.wait()
 
     def _check_ready(self, needed_bytes: int) -> None:
-        """Raises if a checkpoint of this size cannot be written, or is not ours to write."""
-        self.may_write()
-        if lack := self.lack_of_room(needed_bytes):
-            raise OSError(lack)
+        """Raises UserError if another run owns the folder, and OSError if the disk has too little space."""
+        self.check_may_write()
+        if problem := self.missing_space(needed_bytes):
+            raise OSError(problem)
 
-    def lack_of_room(self, needed_bytes: int) -> str | None:
-        """Says so if the disk has no room for a checkpoint of this size beside those that are there."""
-        with suppress(OSError):  # whoever writes will find out
-            there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-            free_bytes = shutil.disk_usage(there).free
+    def missing_space(self, needed_bytes: int) -> str | None:
+        """Returns a message if the disk has no space for another checkpoint of this size, and else None."""
+        with suppress(OSError):  # the save itself will report it
+            existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+            free_bytes = shutil.disk_usage(existing).free
             if free_bytes < needed_bytes:
-                return f"{self.folder} has {_gb(free_bytes)} free, but a checkpoint takes {_gb(needed_bytes)}"
+                return f"{self.folder} has {_in_gb(free_bytes)} free, but a checkpoint takes {_in_gb(needed_bytes)}"
         return None
 
     def _published(self, trainer: dict[str, Any]) -> None:
-        """Removes what is superfluous now that a step is there. Everything is looked up anew, so that a run which was
-        killed in between leaves nothing behind that its successor does not remove."""
+        """Notes that a step was saved, and rotates.
+
+        Rotation lists the folders again after each save, so that whatever a killed run did not get to remove is removed
+        by its successor.
+        """
         with self._lock:
             self.saved_step = step = trainer["step"]
-            self._metrics[step] = _worth(trainer)
+            self._metrics[step] = _comparable_metrics(trainer)
             if self.is_main_process:
                 damage_note(self.path_of(step)).unlink(missing_ok=True)
-                self._clear_up_after(step)
+                self._rotate(step)
 
-    def _clear_up_after(self, step: int) -> None:
-        good = self.values(up_to=step)
-        stay = kept(good, self.keep_last, self.keep_best, self.mode, self.keep_every)
-        # A damaged one does not count; it goes once there are as many good ones after it as are to be kept.
-        enough = sorted(good)[-self.keep_last] if len(good) >= self.keep_last else 0
-        for old in step_folders(self.output_dir):
-            number = step_of(old)
-            passed_by = self._metrics.get(number, {}) is None and number < enough
-            if (number in good and number not in stay) or (passed_by and not _is_nth(number, self.keep_every)):
-                with suppress(OSError):  # what cannot be removed now is tried again after the next save
-                    remove_checkpoint(old)
+    def _rotate(self, saved_step: int) -> None:
+        """Removes the checkpoints up to a step that need not be kept."""
+        values = self.metric_values(up_to=saved_step)
+        keep = steps_to_keep(values, self.keep_last, self.keep_best, self.mode, self.keep_every)
+        # Damaged checkpoints do not count. They are removed once `keep_last` good ones are newer than they are.
+        oldest_of_last = sorted(values)[-self.keep_last] if len(values) >= self.keep_last else 0
+        for path in step_folders(self.output_dir):
+            step = step_of(path)
+            outdated_damage = self._metrics.get(step, {}) is None and step < oldest_of_last
+            if (step in values and step not in keep) or (outdated_damage and not _is_every_nth(step, self.keep_every)):
+                with suppress(OSError):  # the next rotation tries again
+                    remove_checkpoint(path)
 
-    def pass_over(self, path: Path) -> None:
-        """From now on a checkpoint that could not be read counts as damaged, though its manifest is whole."""
+    def mark_damaged(self, path: Path) -> None:
+        """Counts a checkpoint as damaged from now on, although its manifest is whole."""
         self._metrics[step_of(path)] = None
 
-    def note_damage(self) -> None:
-        """Leaves notes beside what was passed over, for those who come later."""
+    def leave_damage_notes(self) -> None:
+        """Leaves a note beside each checkpoint that was marked as damaged, for later runs and for `ls`."""
         for path in step_folders(self.output_dir) if self.is_main_process else ():
             if self._metrics.get(step_of(path), {}) is None:
                 with suppress(OSError):
                     damage_note(path).touch()
 
-    def gets_into_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether a step that is worth this much would be kept as one of the best. All ranks get the same answer."""
-        value = _worth({"metrics": metrics}).get(self.metric)
+    def would_be_among_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Returns whether a step with these metrics would be kept as one of the best; the same on all ranks."""
+        value = _comparable_metrics({"metrics": metrics}).get(self.metric)
         if not self.keep_best or value is None:
             return False
         with self._lock:
-            values = {**self.values(up_to=step), step: value} if self.is_main_process else {}
+            values = {**self.metric_values(up_to=step), step: value} if self.is_main_process else {}
         return ALL.broadcast(step in best_first(values, self.mode)[: self.keep_best])
 
     def best(self) -> list[tuple[int, float]]:
-        """The steps that were evaluated and are good, with their values, best first; the same on all ranks."""
+        """Returns the evaluated steps that are not damaged with their values, best first; the same on all ranks."""
         with self._lock:
-            values = self.values() if self.is_main_process else {}
+            values = self.metric_values() if self.is_main_process else {}
         return ALL.broadcast([(step, values[step] or 0.0) for step in best_first(values, self.mode)])
 
     def clean(self) -> None:
-        """Removes what a killed run left half-written or half-removed. Only who alone writes here may call it."""
+        """Finishes or removes what a killed run left half done. Only the run that holds the folder may call it."""
         for hidden in sorted(self.folder.glob(".step_*")) if self.is_main_process else ():
             target = self.folder / hidden.stem.removeprefix(".")
-            if hidden.suffix == ".old" and not target.exists():  # it was about to be replaced
+            if hidden.suffix == ".old" and not target.exists():  # the run was killed while it replaced this one
                 hidden.rename(target)
             elif hidden.suffix in (".part", ".removed", ".old"):
                 discard(hidden)
 
-    def is_own_step(self, path: Path) -> bool:
+    def owns(self, path: Path) -> bool:
+        """Returns whether a path is a step folder of this run."""
         return is_step_folder(path) and path.resolve().parent == self.folder.resolve()
 
-    def set_aside_after(self, given: Path) -> None:
-        """Moves the checkpoints of an abandoned continuation out of the way, without deleting them."""
+    def set_aside_later_steps(self, resumed: Path) -> None:
+        """Moves the checkpoints after the resumed one to `checkpoints/abandoned`, without deleting them."""
         for path in step_folders(self.output_dir) if self.is_main_process else ():
-            if step_of(path) > step_of(given):
-                aside, times = self.folder / "abandoned" / path.name, 1
-                aside.parent.mkdir(exist_ok=True)
-                while aside.exists():  # gone back before
+            if step_of(path) > step_of(resumed):
+                target, times = self.folder / "abandoned" / path.name, 1
+                target.parent.mkdir(exist_ok=True)
+                while target.exists():  # an earlier continuation was set aside too
                     times += 1
-                    aside = aside.with_name(f"{path.name}.{times}")
-                path.rename(aside)
+                    target = target.with_name(f"{path.name}.{times}")
+                path.rename(target)
 
-    def values(self, up_to: int | None = None) -> dict[int, float | None]:
-        """The good checkpoints' values of the metric. Later ones belong to a continuation that was passed over."""
+    def metric_values(self, up_to: int | None = None) -> dict[int, float | None]:
+        """Returns the metric of each step whose checkpoint is not damaged; None if it was not evaluated.
+
+        Steps after `up_to` belong to an earlier continuation of the run and are left out.
+        """
         values: dict[int, float | None] = {}
         for path in step_folders(self.output_dir):
             step = step_of(path)
@@ -182,11 +190,11 @@ class CheckpointManager:
                 continue
             if step not in self._metrics:
                 try:
-                    noted = damage_note(path).exists()
-                    self._metrics[step] = None if noted else _worth(open_checkpoint(path).trainer)
+                    has_note = damage_note(path).exists()
+                    self._metrics[step] = None if has_note else _comparable_metrics(open_checkpoint(path).trainer)
                 except DamagedCheckpoint:
                     self._metrics[step] = None
-                except UserError:  # of another version of shoal: neither ours to count nor to remove
+                except UserError:  # written by another version of shoal: neither counted nor removed
                     continue
             metrics = self._metrics[step]
             if metrics is not None:
@@ -194,44 +202,47 @@ class CheckpointManager:
         return values
 
 
-def kept(
-    good: Mapping[int, float | None], keep_last: int, keep_best: int = 0, mode: Mode = "min", nth: int | None = None
+def steps_to_keep(
+    values: Mapping[int, float | None], keep_last: int, keep_best: int = 0, mode: Mode = "min", nth: int | None = None
 ) -> set[int]:
-    """Which of these steps stay: the last, the best of those with a value, every n-th."""
-    last = sorted(good)[-keep_last:]
-    return {*last, *best_first(good, mode)[:keep_best], *(step for step in good if _is_nth(step, nth))}
+    """Returns the steps to keep: the last ones, the best of those with a value, and every n-th."""
+    last = sorted(values)[-keep_last:]
+    return {*last, *best_first(values, mode)[:keep_best], *(step for step in values if _is_every_nth(step, nth))}
 
 
 def best_first(values: Mapping[int, float | None], mode: Mode) -> list[int]:
-    """The steps that have a value, best first; of equals the earlier."""
+    """Returns the steps that have a value, best first; of two equal ones the earlier first."""
     sign = 1 if mode == "min" else -1
     ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
 
 
 def find_best_checkpoint(output_dir: str | Path, metric: str = "eval/loss", mode: Mode = "min") -> Path | None:
-    """The step under a run folder that was evaluated best, among those whose manifest verifies."""
+    """Returns the checkpoint of a run with the best metric among those whose manifest verifies, or None."""
     if mode not in ("min", "max"):
         raise UserError(f"find_best_checkpoint(mode={mode!r}): use min or max")
-    steps = best_first(CheckpointManager(output_dir, metric=metric).values(), mode)
+    steps = best_first(CheckpointManager(output_dir, metric=metric).metric_values(), mode)
     return step_folder(output_dir, steps[0]) if steps else None
 
 
-def num_bytes(state: TrainState) -> int:
-    """What a checkpoint of this state takes on the disk, over all ranks; the manifest is a few hundred a tensor."""
+def expected_bytes(state: TrainState) -> int:
+    """Returns about how many bytes a checkpoint of this state takes over all ranks, headers and manifest included."""
     return sum(tensor.numel() * tensor.element_size() + 1000 for tensor in flatten(state).values())
 
 
-def _worth(trainer: Any) -> dict[str, float]:
-    """What of a checkpoint's metrics may be compared: NaN and infinities are never best. Its content is not trusted."""
+def _comparable_metrics(trainer: Any) -> dict[str, float]:
+    """Returns the metrics in a trainer.json that are finite numbers. The file is not trusted."""
     metrics = trainer.get("metrics") if isinstance(trainer, dict) else None
-    numbers = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(v) for name, v in numbers if isinstance(v, int | float) and -LARGEST <= v <= LARGEST}
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    return {
+        name: float(v) for name, v in items if isinstance(v, int | float) and -_LARGEST_FLOAT <= v <= _LARGEST_FLOAT
+    }
 
 
-def _is_nth(step: int, nth: int | None) -> bool:
+def _is_every_nth(step: int, nth: int | None) -> bool:
     return nth is not None and step % nth == 0
 
 
-def _gb(num_bytes: int) -> str:
+def _in_gb(num_bytes: int) -> str:
+    """Returns a number of bytes in GB, or in MB if it is small."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

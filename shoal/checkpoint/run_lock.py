@@ -1,10 +1,12 @@
-"""One folder, one run: who writes into a run folder says so in `run.lock`, and goes on saying so.
+"""The run lock: the file `run.lock` keeps two runs from writing into one folder.
 
-The file names its holder, which touches it every few seconds. A second run refuses while it is touched, and takes over
-when the holder is a dead process of this machine, an earlier attempt of the same job, or silent for a minute.
+The file names the run that holds the folder (the holder), which writes a heartbeat into it every few seconds. A second
+run is refused while there are heartbeats. It takes over if the holder is a dead process of this machine, an earlier
+attempt of the same job, or has written no heartbeat for a minute.
 
-No two machines' clocks are compared: how long a holder is silent is read from the file system's own clock and checked
-by watching. A holder writes into its own file and never into a successor's, however long it was stopped in between.
+The clocks of two machines are never compared: the time since the last heartbeat is measured by the clock of the file
+system, and a second run also watches the file itself. A holder keeps its file open and writes only into that, so that
+it can never overwrite its successor's file, however long it was suspended.
 """
 
 from __future__ import annotations
@@ -29,142 +31,145 @@ from shoal.errors import UserError
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 3.0
 STALE_SECONDS = 60.0
-"""A holder that was silent for so long is taken for gone."""
+"""After so long without a heartbeat a holder counts as dead."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run folder, as far as others have to know."""
+    """The process that holds a run folder, as it is written into the lock file."""
 
     host: str
     machine: str
-    """Within which process ids mean the same: a boot of a kernel, and a container's view of it."""
+    """Identifies the kernel's boot and the namespace of process ids, within which `pid` has a meaning."""
     pid: int
     process_started: str
-    """Tells a process from a later one of the same number."""
+    """The start time of the process, which distinguishes it from a later process with the same id."""
     job: str
-    """What restarts it, or nothing."""
+    """The name of the job or launcher that may restart the run, or an empty string."""
     attempt: list[int]
-    """How often that was, the outermost first."""
+    """How often the job was restarted: one count for each level of launchers, the outermost first."""
     started: str
     token: str
 
     @classmethod
-    def here(cls, job: str = "", attempt: Sequence[int] = (0, 0, 0)) -> Holder:
+    def of_this_process(cls, job: str = "", attempt: Sequence[int] = (0, 0, 0)) -> Holder:
+        """Returns the holder that describes this process."""
         pid = os.getpid()
         token = secrets.token_hex(8)
         return cls(_host(), _machine(), pid, _process_started(pid) or "", job, [*attempt], _now(), token)
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
-        """None if it is not (yet) one: the file is not to be trusted."""
+        """Returns the holder in the text of a lock file, or None if the text is incomplete. The file is not trusted."""
         try:
             fields = json.loads(text)
             fields.pop("heartbeat")
             holder = cls(**fields)
-            holder.attempt > [0]  # noqa: B015  raises if it cannot be compared
+            holder.attempt > [0]  # noqa: B015  raises TypeError if it cannot be compared
             safe = isinstance(holder.pid, int) and re.fullmatch(r"[0-9a-f]{16}", holder.token)
             return holder if safe else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def is_dead(self) -> bool:
-        """Certainly: of another machine's processes we know nothing."""
-        here = (self.host, self.machine) == (_host(), _machine())
-        return here and _process_started(self.pid) != self.process_started
+        """Returns True if the process is certainly dead; nothing is known about processes of other machines."""
+        on_this_machine = (self.host, self.machine) == (_host(), _machine())
+        return on_this_machine and _process_started(self.pid) != self.process_started
 
-    def precedes(self, other: Holder) -> bool:
-        """Whether the other is a later attempt of the same job."""
+    def is_earlier_attempt_of(self, other: Holder) -> bool:
+        """Returns whether the other is a later attempt of the same job."""
         return bool(self.job) and self.job == other.job and other.attempt > self.attempt
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.started}"
 
 
-class Lease:
-    """Of one run folder. `check` before each thing that two writers must not do at once."""
+class RunLock:
+    """The lock of one run folder. Call `check` before each operation that two runs must not do at once."""
 
     def __init__(self, output_dir: str | Path, job: str = "", attempt: Sequence[int] = (0, 0, 0)):
-        """`job` names what would start this run again, and `attempt` says how often it has."""
+        """`job` names the job or launcher that may restart this run, and `attempt` says how often it has."""
         self.folder = Path(output_dir)
         self.path = self.folder / LOCK
-        self.holder = Holder.here(job, attempt)
-        self._own = self.folder / f".{LOCK}.{self.holder.token}"
+        self.holder = Holder.of_this_process(job, attempt)
+        self._own_path = self.folder / f".{LOCK}.{self.holder.token}"
         self._file: int | None = None
         self._stop = threading.Event()
-        self._heart: threading.Thread | None = None
+        self._heartbeat_thread: threading.Thread | None = None
 
-    def __enter__(self) -> Lease:
-        self.take()
+    def __enter__(self) -> RunLock:
+        self.acquire()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()
 
-    def take(self) -> None:
-        """Takes the folder, or raises UserError when its holder gives a sign of life."""
-        self._file = os.open(self._own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    def acquire(self) -> None:
+        """Takes the lock, or raises UserError if the holder writes a heartbeat."""
+        self._file = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            self._beat()
-            while not self._place(self.path):
-                before = self._wait_for_the_end()
-                if before is not None and self._replace(before):
+            self._write_heartbeat()
+            while not self._link(self.path):
+                stale_text = self._watch_holder()
+                if stale_text is not None and self._replace(stale_text):
                     break
         except BaseException:
             self._close()
             raise
         finally:
-            self._own.unlink(missing_ok=True)
-        self._heart = threading.Thread(target=self._keep_beating, name="run folder's lease", daemon=True)
-        self._heart.start()
+            self._own_path.unlink(missing_ok=True)
+        self._heartbeat_thread = threading.Thread(target=self._write_heartbeats, name="run lock", daemon=True)
+        self._heartbeat_thread.start()
 
     def release(self) -> None:
+        """Stops the heartbeats and removes the lock file, unless another run has taken over."""
         self._stop.set()
-        if self._heart:
-            self._heart.join()
+        if self._heartbeat_thread:
+            self._heartbeat_thread.join()
         if self._file is not None:
-            if self._is_ours():
+            if self._holds_lock():
                 self.path.unlink(missing_ok=True)
             self._close()
 
     def check(self) -> None:
-        """Raises UserError if another run has taken the folder over, as one does after this one stood still."""
-        if self._is_ours() or self._put_back():
+        """Raises UserError if another run has taken over the folder, as happens if this one was suspended for long."""
+        if self._holds_lock() or self._restore_deleted_file():
             return
         other = Holder.parse(_read(self.path))
         raise UserError(
-            f"{self.folder} was taken over by {other or 'another run'} while this run stood still; this one saves "
-            "nothing more and ends, the other goes on from the last checkpoint"
+            f"{self.folder} was taken over by {other or 'another run'} while this run was suspended; this run ends "
+            "without another save, and the other one resumes from the last checkpoint"
         )
 
-    def _wait_for_the_end(self) -> str | None:
-        """Watches the present holder: the text of its file once it is gone, None if the file is, UserError if alive."""
-        text, seen = _read(self.path), _touched(self.path)
+    def _watch_holder(self) -> str | None:
+        """Watches the holder of the lock. Returns the text of its file once it counts as dead, or None if the file has
+        gone or changed hands meanwhile. Raises UserError if it writes a heartbeat."""
+        text, seen = _read(self.path), _modified_at(self.path)
         holder = Holder.parse(text)
         silent_seconds = self._file_system_seconds() - seen if seen else 0.0
-        if holder and holder.precedes(self.holder):  # a launcher starts again only what it has ended
+        if holder and holder.is_earlier_attempt_of(self.holder):  # a launcher ends a process before it restarts it
             return text
-        # Only a beat is a sign of life: a process that was just killed is there a while longer, and a time from the
-        # future or long ago may be another clock's. So in any case we watch for two beats.
+        # Only a new heartbeat proves that the holder lives: a killed process exists for a while, and a modification
+        # time in the future or long ago may come from another clock. So the file is always watched for two heartbeats.
         silent_seconds = min(max(silent_seconds, 0), STALE_SECONDS)
         wait_seconds = max(STALE_SECONDS - silent_seconds, 2.5 * HEARTBEAT_SECONDS)
-        watched_since, told = time.monotonic(), False
+        watched_since, has_reported = time.monotonic(), False
         while (watched_seconds := time.monotonic() - watched_since) < wait_seconds:
-            if not told and watched_seconds > 2.5 * HEARTBEAT_SECONDS:
+            if not has_reported and watched_seconds > 2.5 * HEARTBEAT_SECONDS:
                 left = f"{wait_seconds - watched_seconds:.0f} s"
                 who = holder or "an unknown run"
-                print(f"shoal: {self.folder} was in use by {who}, which is silent; waiting {left}", file=sys.stderr)
-                told = True
+                print(f"shoal: {self.folder} is held by {who}, without a heartbeat; waiting {left}", file=sys.stderr)
+                has_reported = True
             if holder and holder.is_dead():
                 return text
             if not self.path.exists():
                 return None
             time.sleep(0.1)
-            if (touched := _touched(self.path)) != seen:
-                now = Holder.parse(_read(self.path))
-                if now is None or holder is None or now.token != holder.token:
-                    return None  # released, or somebody else's by now: look again
-                self._refuse(now, max(0.0, self._file_system_seconds() - touched) if touched else 0.0)
+            if (modified := _modified_at(self.path)) != seen:
+                current = Holder.parse(_read(self.path))
+                if current is None or holder is None or current.token != holder.token:
+                    return None  # released, or taken by another run: the caller tries again
+                self._refuse(current, max(0.0, self._file_system_seconds() - modified) if modified else 0.0)
         return text
 
     def _refuse(self, holder: Holder, silent_seconds: float) -> NoReturn:
@@ -173,86 +178,102 @@ class Lease:
             "ago; wait for it, stop it, or choose another experiment.output_dir"
         )
 
-    def _replace(self, before: str) -> bool:
-        """Puts our file in the place of a holder that is gone. Of all who try at once, one succeeds.
+    def _replace(self, stale_text: str) -> bool:
+        """Replaces the lock file of a dead holder by this run's, and returns whether it could.
 
-        Only who owns the claim to this very predecessor may replace it, and looks again once it does.
+        Of several runs that try at once, one succeeds: only the run that makes the claim file for this very holder may
+        replace its lock file, and it first checks that the lock file is still that holder's.
         """
-        holder = Holder.parse(before)
+        holder = Holder.parse(stale_text)
         claim = self.folder / f".{LOCK}.after.{holder.token if holder else 'nobody'}"
-        if not self._place(claim):
-            claimed = _touched(claim)
-            if claimed and self._file_system_seconds() - claimed > 10:  # whoever made it died just then
+        if not self._link(claim):
+            claimed_at = _modified_at(claim)
+            if claimed_at and self._file_system_seconds() - claimed_at > 10:  # the run that made it has died
                 claim.unlink(missing_ok=True)
             time.sleep(0.05)
             return False
         try:
-            now = Holder.parse(_read(self.path))
-            same = now.token == holder.token if now and holder else now is holder
+            current = Holder.parse(_read(self.path))
+            same = current.token == holder.token if current and holder else current is holder
             if same and self.path.exists():
-                self._own.replace(self.path)
+                self._own_path.replace(self.path)
                 return True
             return False
         finally:
             claim.unlink(missing_ok=True)
 
-    def _place(self, path: Path) -> bool:
-        """Makes `path` ours unless it is there. A link, because only that is atomic on network file systems too."""
+    def _link(self, path: Path) -> bool:
+        """Links this run's file to `path` and returns whether it could, that is, whether `path` did not exist.
+
+        A hard link is used because it is atomic on network file systems too.
+        """
         try:
-            os.link(self._own, path)
+            os.link(self._own_path, path)
             return True
         except FileExistsError:
-            return self._own.stat().st_nlink > 1  # a network file system may lose the answer and ask again
-        except OSError:  # a file system without links
+            return (
+                self._own_path.stat().st_nlink > 1
+            )  # a network file system may lose the answer and repeat the request
+        except OSError:  # the file system has no hard links
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return False
             if path == self.path:
-                self._own.replace(path)
+                self._own_path.replace(path)
             return True
 
-    def _put_back(self) -> bool:
-        """Someone deleted the file. Whoever took the folder since then has made another."""
+    def _restore_deleted_file(self) -> bool:
+        """Writes the lock file again if someone deleted it, and returns whether this run still holds the folder.
+
+        If another run has taken the folder meanwhile, there is a file again, and it is left alone.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            file = os.open(self._own_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             os.write(file, self._text())
-            if self._place(self.path):
-                self._file = file  # the old one stays open: the other thread may be writing to its number
+            if self._link(self.path):
+                self._file = file  # the old descriptor stays open, because the heartbeat thread may be using it
                 return True
             os.close(file)
-        except OSError:  # what keeps us from writing will be said by the save
+        except OSError:  # the save that follows will report why nothing can be written
             return not self.path.exists()
         finally:
-            self._own.unlink(missing_ok=True)
+            self._own_path.unlink(missing_ok=True)
         return False
 
-    def _is_ours(self) -> bool:
+    def _holds_lock(self) -> bool:
+        """Returns whether the lock file names this run."""
         holder = Holder.parse(_read(self.path))
         return holder is not None and holder.token == self.holder.token
 
-    def _keep_beating(self) -> None:
+    def _write_heartbeats(self) -> None:
+        """Writes a heartbeat at each interval until the lock is released."""
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # a full disk; who took over meanwhile is noticed at the next save
-                self._beat()
+            with suppress(OSError):  # such as a full disk; if another run takes over, `check` notices it
+                self._write_heartbeat()
 
-    def _beat(self) -> None:
-        """Writes into our own file, wherever its name went: text of the same length, at once."""
+    def _write_heartbeat(self) -> None:
+        """Writes the current time into this run's file, which is open and may have lost its name.
+
+        The text always has the same length and is written by one call, so that readers never see half of it.
+        """
         assert self._file is not None
         os.pwrite(self._file, self._text(), 0)
         os.utime(self._file)
 
     def _text(self) -> bytes:
+        """Returns the content of the lock file."""
         fields: dict[str, Any] = {**asdict(self.holder), "heartbeat": _now()}
         return json.dumps(fields, indent=1).encode()
 
     def _file_system_seconds(self) -> float:
-        """The present on the clock that stamps files here."""
-        os.utime(self._own)
-        return self._own.stat().st_mtime
+        """Returns the current time by the clock of the file system that the folder is on."""
+        os.utime(self._own_path)
+        return self._own_path.stat().st_mtime
 
     def _close(self) -> None:
+        """Closes this run's file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -263,6 +284,7 @@ def _host() -> str:
 
 
 def _machine() -> str:
+    """Returns the ids of the kernel's boot and of the process namespace, or an empty string where there are none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -271,7 +293,7 @@ def _machine() -> str:
 
 
 def _process_started(pid: int) -> str | None:
-    """When a process of this machine began, in its own units; None if there is none, or only its remains."""
+    """Returns the start time of a process of this machine in the kernel's units; None if it is dead or a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]
@@ -292,6 +314,7 @@ def _now() -> str:
 
 
 def _read(path: Path) -> str:
+    """Returns the beginning of a file, or an empty string if it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(10_000)
@@ -299,8 +322,11 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _touched(path: Path) -> float | None:
-    """When the file was last written. Opened first, which makes network file systems ask the server."""
+def _modified_at(path: Path) -> float | None:
+    """Returns the modification time of a file, or None if there is none.
+
+    The file is opened first, which makes network file systems ask the server.
+    """
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime

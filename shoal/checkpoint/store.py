@@ -1,18 +1,19 @@
-"""One checkpoint on disk: logical tensors in safetensors, the rest in JSON, and nothing that can run.
+"""One checkpoint on disk: logical tensors in safetensors files, everything else in JSON, and no code.
 
     step_00000100/
-      model.safetensors      every tensor under the name it has in the unwrapped model
+      model.safetensors      every tensor under its name in the unwrapped model
       optimizer.safetensors  "<slot>/<parameter name>", such as "exp_avg/encoder"
-      strategy.safetensors   what the layout keeps, where it keeps something: the loss scale of fp16
-      trainer.json           step, samples seen, counters
-      manifest.json          written last: config, layout, versions, and a digest of all the rest
+      strategy.safetensors   tensors of the strategy itself, if it has any: the loss scale of fp16
+      trainer.json           step, consumed samples, counters
+      manifest.json          written last: config, layout, versions, and a digest of everything else
 
-Frozen weights that a run read from files are not in it: the manifest refers to them (frozen_base.py).
+Frozen weights that a run read from files are not stored: the manifest refers to them (frozen_base.py).
 
-Several ranks write as many files, `model-00001-of-00002.safetensors` and so on: a tensor that all of them have is in
-one of them, a sharded one in pieces, each in the file of a rank that holds it. The manifest says which piece is where.
+Each of several ranks writes files of its own, `model-00001-of-00002.safetensors` and so on. A tensor that all ranks
+have is in one of them; a sharded tensor is stored in pieces, each in the file of a rank that holds it. The manifest
+says which piece is in which file.
 
-A folder is written beside its final name, flushed, and renamed: it is there whole or not at all.
+A folder is written beside its final name, flushed, and renamed: readers see all of it or nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 import shoal
 from shoal.checkpoint.folders import discard, flush, make_empty_folder, swap_in
-from shoal.checkpoint.frozen_base import BaseProblem, Referenced, parse_base
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, parse_base
 from shoal.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -43,7 +44,7 @@ from shoal.checkpoint.manifest import (
 from shoal.checkpoint.peers import ALL, Peers
 from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
 from shoal.checkpoint.pieces import StoredTensor, write_safetensors
-from shoal.checkpoint.regions import Held, Region, WrongLayout, local_region, why_not_whole
+from shoal.checkpoint.regions import Held, Region, WrongLayout, coverage_problem, local_region
 from shoal.tensors import local_part
 from shoal.types import TrainState
 
@@ -52,61 +53,61 @@ TRAINER = "trainer.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is whole. Tensors are read, and checked, when asked for."""
+    """A checkpoint whose manifest was verified. Tensors are read, and compared with their digests, on demand."""
 
     folder: Path
     manifest: dict[str, Any]
     trainer: dict[str, Any]
     tensors: dict[str, StoredTensor] = field(repr=False)
-    """What is in the folder, by section and name."""
-    base: dict[str, Referenced] = field(default_factory=dict, repr=False)
-    """Frozen weights that it refers to, by their names in the model."""
+    """The tensors in the folder, by section and name."""
+    base: dict[str, BaseTensor] = field(default_factory=dict, repr=False)
+    """The tensors of the frozen base that it refers to, by their names in the model."""
 
     @property
-    def everything(self) -> dict[str, StoredTensor]:
-        """All tensors by section and name, those of the base among them."""
-        return {**self.tensors, **{f"model/{name}": reference for name, reference in self.base.items()}}
+    def all_tensors(self) -> dict[str, StoredTensor]:
+        """Returns the tensors in the folder and those of the frozen base, by section and name."""
+        return {**self.tensors, **{f"model/{name}": tensor for name, tensor in self.base.items()}}
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """The model's tensors, those of the base among them: name → shape."""
-        return {name: [*tensor.shape] for name, tensor in unflatten(self.everything).model.items()}
+        """Returns the shapes of the model's tensors by name, those of the frozen base among them."""
+        return {name: [*tensor.shape] for name, tensor in unflatten(self.all_tensors).model.items()}
 
-    def stored(self) -> TrainState:
-        """All tensors in the folder, none of them read: each value is a `StoredTensor`."""
+    def stored_state(self) -> TrainState:
+        """Returns the state with a `StoredTensor` in the place of each tensor; nothing is read."""
         return unflatten(self.tensors)
 
     def read(self) -> TrainState:
-        """All tensors, whole, on the CPU, with those of the base: BaseProblem if that cannot be read."""
-        return unflatten({name: tensor.read() for name, tensor in self.everything.items()})
+        """Reads all tensors to the CPU, those of the frozen base among them. Raises FrozenBaseError if that fails."""
+        return unflatten({name: tensor.read() for name, tensor in self.all_tensors.items()})
 
-    def checked_for(self, here: Mapping[str, Held], with_base: bool = False) -> TrainState:
-        """As `stored`, and everything that a rank needs which holds `here` of the model is compared with its digest.
+    def checked_state(self, held: Mapping[str, Held], with_base: bool = False) -> TrainState:
+        """Returns `stored_state()` after comparing with their digests all pieces that a rank with `held` will read.
 
-        So damage is found before anything is overwritten. An optimizer's tensor is split as its parameter is. The base
-        is the caller's to look for, unless it is asked for: BaseProblem if it cannot be read.
+        Damage is so found before any weight is overwritten. An optimizer's tensor is sharded as its parameter is. The
+        frozen base is left to the caller unless `with_base` is set; FrozenBaseError if it cannot be read then.
         """
         for name, stored in self.tensors.items():
             section, _, rest = name.partition("/")
             parameter = rest.partition("/")[2] if section == "optimizer" else rest
-            held = here.get(parameter) if section != "strategy" else None
-            if held is not None and held.region is not None and held.shape == stored.shape:
-                stored.check(held.region)
+            tensor = held.get(parameter) if section != "strategy" else None
+            if tensor is not None and tensor.region is not None and tensor.shape == stored.shape:
+                stored.check(tensor.region)
             else:
                 stored.check()
-        state = self.stored()
-        for name, reference in self.base.items() if with_base else ():
-            if name in here:
-                self.check_base(reference)
-                state.model[name] = reference  # type: ignore[assignment]  # a StoredTensor, as all others are
+        state = self.stored_state()
+        for name, base_tensor in self.base.items() if with_base else ():
+            if name in held:
+                self.check_base(base_tensor)
+                state.model[name] = base_tensor  # type: ignore[assignment]  # a StoredTensor, as all others are
         return state
 
-    def check_base(self, reference: Referenced) -> None:
-        """Reads a tensor of the base; BaseProblem if it is not what it was."""
+    def check_base(self, tensor: BaseTensor) -> None:
+        """Compares a tensor of the frozen base with its digest. Raises FrozenBaseError."""
         try:
-            reference.check()
-        except BaseProblem as problem:
-            raise type(problem)(f"{self.folder} refers to frozen weights, and {problem}; put the file back") from None
+            tensor.check()
+        except FrozenBaseError as error:
+            raise type(error)(f"{self.folder} refers to frozen weights, but {error}; put the file back") from None
 
 
 def flatten(state: TrainState) -> dict[str, Tensor]:
@@ -117,7 +118,7 @@ def flatten(state: TrainState) -> dict[str, Tensor]:
 
 
 def unflatten(tensors: Mapping[str, Any]) -> TrainState:
-    """The inverse of `flatten`; values may also stand for tensors that are not read yet."""
+    """Returns the state with these tensors; the inverse of `flatten`. Values may be `StoredTensor`s as well."""
     state = TrainState({}, {}, {})
     for name, tensor in tensors.items():
         section, _, rest = name.partition("/")
@@ -132,34 +133,35 @@ def unflatten(tensors: Mapping[str, Any]) -> TrainState:
 def write_checkpoint(
     folder: Path, state: TrainState, trainer: dict[str, Any], about: dict[str, Any], peers: Peers = ALL
 ) -> None:
-    """Publishes `folder` whole, or leaves nothing. Every rank calls it with its state and writes a part of it.
+    """Publishes a complete checkpoint as `folder`, or leaves nothing. Every rank calls it and writes some of the state.
 
-    A plain tensor is the same on every rank that has it; of a DTensor each rank writes what it holds. If it fails
-    anywhere, it raises OSError on every rank; WrongLayout if what the ranks hold does not make up the tensors.
+    A plain tensor is the same on every rank that has it; of a DTensor each rank writes its shard. `trainer` becomes
+    trainer.json and `about` part of the manifest. Raises the same error on every rank: OSError if any rank cannot
+    write, WrongLayout if the shards of all ranks do not cover a tensor.
     """
-    publish(folder, deal_out(state, peers), trainer, about, peers)
+    publish(folder, assign_shards(state, peers), trainer, about, peers)
 
 
 class LocalShard(NamedTuple):
-    """What one rank holds of a tensor, and may have to write."""
+    """What one rank holds of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     region: Region
     tensor: Tensor
-    """Its own part."""
+    """The local shard."""
 
 
-def deal_out(state: TrainState, peers: Peers = ALL) -> dict[str, LocalShard]:
-    """What this rank is to write of a state, by section and name. Every rank calls it."""
+def assign_shards(state: TrainState, peers: Peers = ALL) -> dict[str, LocalShard]:
+    """Returns the shards that this rank has to write, by section and name. Every rank calls it."""
     held = peers.run_together(lambda: local_shards(state))
-    told = {name: (shard.region, shard.region.numel * shard.dtype.itemsize) for name, shard in held.items()}
-    return {name: held[name] for name in peers.scatter(_deal(peers.gather(told)))}
+    sizes = {name: (shard.region, shard.region.numel * shard.dtype.itemsize) for name, shard in held.items()}
+    return {name: held[name] for name in peers.scatter(_assign_writers(peers.gather(sizes)))}
 
 
 def local_shards(state: TrainState) -> dict[str, LocalShard]:
-    """What this rank holds, by section and name; where it holds nothing of a tensor, that is left out."""
+    """Returns the shards that this rank holds, by section and name, without those that have no elements."""
     shards = {
         name: LocalShard(tensor.dtype, tuple(tensor.shape), local_region(tensor), local_part(tensor))
         for name, tensor in flatten(state).items()
@@ -167,51 +169,53 @@ def local_shards(state: TrainState) -> dict[str, LocalShard]:
     return {name: shard for name, shard in shards.items() if shard.region.numel or 0 in shard.shape}
 
 
-def _deal(everyone: list[dict[str, tuple[Region, int]]]) -> list[set[str]]:
-    """Which rank writes its part of which tensors, given the region and bytes that each has of each.
+def _assign_writers(sizes_by_rank: list[dict[str, tuple[Region, int]]]) -> list[set[str]]:
+    """Returns the names of the tensors of which each rank writes its shard, from the region and bytes of every shard.
 
-    A region that several ranks hold is written by one of them. In each section the regions with one holder first, then
-    the largest, each to its holder with the least so far.
+    A region that several ranks hold is written by one of them. In each section the regions with a single holder come
+    first, then the largest, and each goes to the holder that has the fewest bytes to write so far.
     """
     holders: dict[tuple[str, Region, int], list[int]] = {}
-    for rank, held in enumerate(everyone):
-        for name, (region, nbytes) in held.items():
+    for rank, sizes in enumerate(sizes_by_rank):
+        for name, (region, nbytes) in sizes.items():
             holders.setdefault((name, region, nbytes), []).append(rank)
-    hands: list[set[str]] = [set() for _ in everyone]
-    loads = {section: [0] * len(everyone) for section in SECTIONS}
+    names_by_rank: list[set[str]] = [set() for _ in sizes_by_rank]
+    bytes_by_rank = {section: [0] * len(sizes_by_rank) for section in SECTIONS}
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -key[2], key)):
         name, _, nbytes = key
-        load = loads[name.partition("/")[0]]
-        rank = min(holders[key], key=load.__getitem__)
-        hands[rank].add(name)
-        load[rank] += nbytes
-    return hands
+        assigned_bytes = bytes_by_rank[name.partition("/")[0]]
+        rank = min(holders[key], key=assigned_bytes.__getitem__)
+        names_by_rank[rank].add(name)
+        assigned_bytes[rank] += nbytes
+    return names_by_rank
 
 
 def publish(
     folder: Path, shards: dict[str, LocalShard], trainer: dict[str, Any], about: dict[str, Any], peers: Peers = ALL
 ) -> None:
-    """Writes what `deal_out` gave each rank, and makes it appear as `folder`. Every rank calls it."""
+    """Writes the shards that `assign_shards` returned, and publishes them as `folder`. Every rank calls it."""
     beside = folder.with_name(f".{folder.name}.part")
     try:
-        peers.run_on_first(lambda: make_empty_folder(beside))
+        peers.run_on_rank_0(lambda: make_empty_folder(beside))
         written = peers.gather(peers.run_together(lambda: _write_shards(beside, shards, peers)))
-        peers.run_on_first(lambda: _finish(beside, folder, written, trainer, about))
+        peers.run_on_rank_0(lambda: _publish_manifest(beside, folder, written, trainer, about))
     finally:
         if peers.rank == 0:
             discard(beside)
 
 
 Written = tuple[dict[str, Any], list[dict[str, Any]]]
-"""What one rank wrote: what the manifest says of its files, and its pieces, each with the tensor it is of."""
+"""What one rank wrote: the manifest's entries for its files, and its pieces with the name, dtype and shape of the
+tensor that each belongs to."""
 
 
 def _write_shards(beside: Path, shards: dict[str, LocalShard], peers: Peers) -> Written:
+    """Writes this rank's files, one for each section that it has shards of."""
     files: dict[str, Any] = {}
     pieces: list[dict[str, Any]] = []
-    number = f"-{peers.rank + 1:05d}-of-{peers.size:05d}" if peers.size > 1 else ""
+    suffix = f"-{peers.rank + 1:05d}-of-{peers.size:05d}" if peers.size > 1 else ""
     for section in SECTIONS:
-        file = f"{section}{number}.safetensors"
+        file = f"{section}{suffix}.safetensors"
         names = {name.partition("/")[2]: name for name in shards if name.startswith(f"{section}/")}
         if not names:
             continue
@@ -224,22 +228,25 @@ def _write_shards(beside: Path, shards: dict[str, LocalShard], peers: Peers) -> 
     return files, pieces
 
 
-def _finish(beside: Path, folder: Path, written: list[Written], trainer: dict[str, Any], about: dict[str, Any]) -> None:
+def _publish_manifest(
+    beside: Path, folder: Path, written: list[Written], trainer: dict[str, Any], about: dict[str, Any]
+) -> None:
+    """Writes the two JSON files, flushes everything, and renames the folder to its final name. Runs on rank 0."""
     text = json.dumps(trainer, indent=1)
     (beside / TRAINER).write_text(text)
     files = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     files |= {file: facts for rank_files, _ in written for file, facts in rank_files.items()}
     versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
     head = {"format": FORMAT if "base" in about else 1, "versions": versions, **about}
-    tensors = _join([piece for _, pieces in written for piece in pieces])
+    tensors = _join_pieces([piece for _, pieces in written for piece in pieces])
     write_manifest(beside, {**head, "files": files, "tensors": tensors})
     for path in (beside / TRAINER, beside / MANIFEST, beside):
         flush(path)
     swap_in(beside, folder)
 
 
-def _join(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """The logical tensors from the pieces that the ranks wrote."""
+def _join_pieces(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the manifest's entries for the tensors, each with its pieces. Raises WrongLayout if they do not fit."""
     tensors: dict[str, Any] = {}
     for entry in sorted(pieces, key=lambda entry: (entry["name"], entry["piece"]["offset"])):
         name, dtype, shape = entry["name"], entry["dtype"], entry["shape"]
@@ -250,19 +257,19 @@ def _join(pieces: list[dict[str, Any]]) -> dict[str, Any]:
         tensor["pieces"].append(entry["piece"])
     for name, tensor in tensors.items():
         regions = [Region(tuple(piece["offset"]), tuple(piece["shape"])) for piece in tensor["pieces"]]
-        if problem := why_not_whole(tensor["shape"], regions):
+        if problem := coverage_problem(tensor["shape"], regions):
             raise WrongLayout(f"{name}: {problem}")
     return tensors
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Checks the manifest and everything it can without reading tensors; DamagedCheckpoint if anything is off."""
+    """Opens a checkpoint and verifies everything except the tensors. Raises DamagedCheckpoint."""
     try:
         manifest = read_manifest(folder)
         tensors = parse_tensors(folder, manifest)
         base = parse_base(manifest["base"]) if "base" in manifest else {}
         if twice := [name for name in base if f"model/{name}" in tensors]:
-            raise ValueError(f"{MANIFEST} both has {twice[0]!r} and refers to it")
+            raise ValueError(f"{MANIFEST} has {twice[0]!r} both as a stored and as a frozen tensor")
         text = (folder / TRAINER).read_bytes()
         if hashlib.sha256(text).hexdigest() != manifest["files"][TRAINER]["sha256"]:
             raise ValueError(f"{TRAINER} does not match its digest")

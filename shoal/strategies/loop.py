@@ -214,7 +214,7 @@ class Loop:
             check_same_model(checkpoint, shapes, "build the model it was saved from")
             if not weights_only:
                 self._check_same_optimizers(by_optimizer, path)
-            loaded = checkpoint.checked_for(held, with_base=True)
+            loaded = checkpoint.checked_state(held, with_base=True)
         except (DamagedCheckpoint, UserError) as error:
             problem = error
         if strategy.any_rank(problem is not None):  # all ranks load it or none does

@@ -78,7 +78,7 @@ def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
     region = local_region(like)
     if isinstance(value, StoredTensor):
         return value.read(region)
-    return value[region.within(whole_region(value.shape))]
+    return value[region.slices_in(whole_region(value.shape))]
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:

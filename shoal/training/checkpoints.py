@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import CheckpointManager
-from shoal.checkpoint.frozen_base import Base
+from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.manifest import tied_and_buffers
-from shoal.checkpoint.run_lock import Lease
+from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.training.resume import Progress, load_best, restore
 from shoal.training.session import Session
@@ -23,7 +23,7 @@ _PER_TENSOR_BYTES = 1000
 class Checkpoints:
     """Where a session's state is read from and written to."""
 
-    def __init__(self, run: Run, session: Session, lease: Lease, warn: Callable[[str], None]):
+    def __init__(self, run: Run, session: Session, run_lock: RunLock, warn: Callable[[str], None]):
         self.run, self.session, self._warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
         self.manager = CheckpointManager(
@@ -34,18 +34,18 @@ class Checkpoints:
             mode=config.mode,
             keep_every=config.keep_every,
             is_main_process=strategy.is_main_process,
-            may_write=lease.check,
+            check_may_write=run_lock.check,
             background=strategy.device.type == "cuda" if config.async_save is None else config.async_save,
         )
         self.manager.clean()
-        self.base = Base(session.model, session.weights, session.state().model if session.weights.files else {})
+        self.base = FrozenBase(session.model, session.weights, session.state().model if session.weights.files else {})
         self.progress: Progress = restore(run, session, self.manager, self.base, warn)
         self.manager.saved_step = self.progress.step
-        self.left_out = self.base.unchanged(session.state().model) if self.base.references else {}
+        self.left_out = self.base.unchanged(session.state().model) if self.base.tensors else {}
         """The frozen tensors that checkpoints refer to instead of storing them."""
         self.expected_bytes = self._expect_bytes()
         """The size of a checkpoint over all ranks."""
-        if lack := self.manager.lack_of_room(self.expected_bytes):
+        if lack := self.manager.missing_space(self.expected_bytes):
             warn(f"{lack}; make room, or the run will not be saved")
         if config.keep_best and not run.config.training.eval_steps:
             warn(
@@ -77,7 +77,7 @@ class Checkpoints:
             "config": self.run.tree(),
             **tied_and_buffers(self.session.model),
         }
-        state, base = self.base.leave_out(self.session.state())
+        state, base = self.base.without_base(self.session.state())
         try:
             self.manager.save(state, trainer, about | base)
         except OSError as error:
@@ -92,7 +92,7 @@ class Checkpoints:
             self._warn_of_save(error)
 
     def _warn_of_save(self, error: OSError) -> None:
-        failed, good = self.manager.saving_step, self.manager.saved_step
+        failed, good = self.manager.last_attempted_step, self.manager.saved_step
         self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:

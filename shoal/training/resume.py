@@ -12,9 +12,9 @@ from zlib import crc32
 from pydantic import ValidationError
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
-from shoal.checkpoint.frozen_base import Base
-from shoal.checkpoint.init_from import weights_for
-from shoal.checkpoint.latest import check_same_model, check_same_run, find_start
+from shoal.checkpoint.frozen_base import FrozenBase
+from shoal.checkpoint.init_from import weights_for_model
+from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
@@ -46,7 +46,7 @@ class Progress:
 
 
 def restore(
-    run: Run, session: Session, manager: CheckpointManager, base: Base, warn: Callable[[str], None]
+    run: Run, session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
 ) -> Progress:
     """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
@@ -64,18 +64,18 @@ def restore(
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
             check_same_run(checkpoint, run.tree(), allowed)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-            state = checkpoint.checked_for(held)
+            state = checkpoint.checked_state(held)
         except DamagedCheckpoint as error:
             damage = str(error)
         if strategy.any_rank(bool(damage)):  # if one rank cannot read it, none does
             damages.append(damage or f"{folder}: another rank cannot read it")
-            manager.pass_over(folder)
+            manager.mark_damaged(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
         load(session, checkpoint, state, base)
-        if resume not in ("auto", "never") and manager.is_own_step(Path(resume)):
-            manager.set_aside_after(folder)
-        manager.note_damage()
+        if resume not in ("auto", "never") and manager.owns(Path(resume)):
+            manager.set_aside_later_steps(folder)
+        manager.leave_damage_notes()
         return Progress(
             batches=batches,
             started_from=str(folder),
@@ -96,7 +96,7 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def load(session: Session, checkpoint: Checkpoint, state: TrainState, base: Base) -> None:
+def load(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
     """Loads a checkpoint that every rank has checked, with the frozen weights that it refers to."""
     if checkpoint.base:
         state.model.update(base.check(checkpoint, session.state().model))
@@ -109,29 +109,29 @@ def find_checkpoints(
     """Returns the checkpoints that a run may go on from, the best first; none means a fresh start."""
     resume = run.config.checkpoint.resume
     try:
-        return find_start(resume, manager, warn, was_restarted)
+        return find_resumable(resume, manager, warn, was_restarted)
     except PermissionError as error:
         raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
 
 
-def _take_weights(path: str, session: Session, base: Base, warn: Callable[[str], None]) -> None:
+def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[[str], None]) -> None:
     """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew."""
     try:
-        weights = weights_for(session.model, path, base, warn, session.held().keys())
+        weights = weights_for_model(session.model, path, base, warn, session.held().keys())
         session.load_state(TrainState(weights, {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
 
 
 def load_best(
-    session: Session, manager: CheckpointManager, base: Base, warn: Callable[[str], None]
+    session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
 ) -> tuple[int, float] | None:
     """Loads the best checkpoint that can be read; returns its step and value, or None if there is none."""
     for step, value in manager.best():
         damage = ""
         try:
             checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_for(session.held())
+            state = checkpoint.checked_state(session.held())
         except DamagedCheckpoint as error:
             damage = str(error)
         if session.strategy.any_rank(bool(damage)):

@@ -186,7 +186,7 @@ class Shell:
         evaluation = body.evaluate(self)
         if evaluation is not None:
             self._evaluation, self._evaluated_step = evaluation, self.step
-            self._save_soon |= self.checkpoints.manager.gets_into_best(self.step, evaluation)
+            self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
         self.observers.meter.restart_clock(self.loaders.train)
 
     def save(self) -> None:

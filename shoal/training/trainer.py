@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.run_lock import Lease
+from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
@@ -45,13 +45,13 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
     check_start(run, world.size, world.was_restarted)
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
-            lease = folder.enter_context(open_run_folder(run, strategy))
+            run_lock = folder.enter_context(open_run_folder(run, strategy))
             recipe = run.recipe_type(run.recipe_config)
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
         with watchdog, strategy, ExitStack() as resources:
-            shell = open_shell(run, strategy, recipe, stop, watchdog, lease, resources)
+            shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
             return shell.fit(RecipeBody(shell))
 
 
@@ -61,7 +61,7 @@ def open_shell(
     recipe: object,
     stop: StopFlag,
     watchdog: Watchdog,
-    lease: Lease,
+    run_lock: RunLock,
     resources: ExitStack,
 ) -> Shell:
     """Opens all that a run is made of, one after another."""
@@ -78,7 +78,7 @@ def open_shell(
     opening("building the model")
     session = assemble(recipe, strategy, config.training, config.experiment.seed)
     opening("restoring")
-    checkpoints = Checkpoints(run, session, lease, warn)
+    checkpoints = Checkpoints(run, session, run_lock, warn)
     progress = checkpoints.progress
     watchdog.at("opening loaders and loggers", progress.step)
     loaders = open_loaders(session, config, data, progress, resources)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import Checkpoint, find_latest_checkpoint
-from shoal.checkpoint.inspect import diff, open_step
+from shoal.checkpoint.inspect import diff, open_step_folder
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.processes.detect import rank_in
@@ -208,7 +208,7 @@ def _repeats(run: Run) -> bool:
 def _last_checkpoint(folder: Path) -> Checkpoint:
     if (path := find_latest_checkpoint(folder)) is None:
         raise UserError(f"{folder} has no good checkpoint at its end")
-    return open_step(path)
+    return open_step_folder(path)
 
 
 def checkpoint_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:

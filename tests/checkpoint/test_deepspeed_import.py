@@ -55,7 +55,7 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
     out = tmp_path / "ours"
     result = CliRunner().invoke(app, ["import", "--trust", str(tmp_path / "theirs"), str(out)])
     assert result.exit_code == 0, result.output
-    assert f"19 tensors, optimizer exp_avg, exp_avg_sq, step, of step 2 of ZeRO {stage} on 2 ranks" in result.output
+    assert f"19 tensors, optimizer exp_avg, exp_avg_sq, step, step 2 of ZeRO {stage} on 2 ranks" in result.output
     read = open_checkpoint(out).read()
     moments = {f"{name}/{slot}": t for name, slots in read.optimizer.items() for slot, t in slots.items()}
     got = {name: tensor.numpy() for name, tensor in {**read.model, **moments}.items()}
@@ -69,9 +69,9 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
         assert (model.get_parameter("4.up.weight").detach().numpy() == expected["4.up.weight"]).all()
     if stage == 1:  # a rank's part is gone
         (tmp_path / "theirs" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-        with pytest.raises(UserError, match=r"has the parts of 1 ranks, but was written by \[2, 2\]"):
+        with pytest.raises(UserError, match=r"has files of 1 ranks, but was written by \[2, 2\]"):
             import_deepspeed(tmp_path / "theirs", tmp_path / "third")
-        with pytest.raises(UserError, match="ours exists; name a new folder"):
+        with pytest.raises(UserError, match="ours exists; choose a new folder"):
             import_deepspeed(tmp_path / "theirs", out)
 
 
@@ -133,7 +133,7 @@ def test_folders_of_other_engines(pool2: Pool, tmp_path: Path, name: str) -> Non
         (lambda part: part.clear(), "KeyError 'partition_count'"),
         (
             lambda part: part.pop("param_slice_mappings"),
-            "it does not say where parameters lie, so an old DeepSpeed wrote it",
+            "it does not say where parameters are, so an old DeepSpeed wrote it",
         ),
         (
             lambda part: part.update(single_partition_of_fp32_groups=[torch.zeros(5)]),
@@ -142,7 +142,7 @@ def test_folders_of_other_engines(pool2: Pool, tmp_path: Path, name: str) -> Non
         (lambda part: part.update(base_optimizer_state={"state": 3}), "AttributeError 'int' object has no attribute"),
         (
             lambda part: part["base_optimizer_state"]["state"][0].update(factors=torch.zeros(3, 3)),
-            "the optimizer's factors is neither laid out as weights are nor one number",
+            "the optimizer's factors is neither partitioned like the weights nor a single number",
         ),
     ],
 )
@@ -166,14 +166,14 @@ def test_what_is_laid_out_otherwise_is_refused(tmp_path: Path, change: Any, word
     assert import_deepspeed(theirs, tmp_path / "good")["slots"] == ["exp_avg", "step"]
     change(part)
     torch.save({"optimizer_state_dict": part}, theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(UserError, match=f"theirs is not laid out as shoal knows: {words}") as caught:
+    with pytest.raises(UserError, match=f"theirs has a format that shoal does not know: {words}") as caught:
         import_deepspeed(theirs, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         import_deepspeed(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no \*_optim_states.pt, so ZeRO did not write it"):

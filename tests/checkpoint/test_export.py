@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import export as export_module
 from shoal.checkpoint import open_checkpoint, write_checkpoint
 from shoal.checkpoint.export import export
-from shoal.checkpoint.init_from import weights_for
+from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.manifest import manifest_digest, tied_and_buffers
 from shoal.config import check_run, load_run
 from shoal.errors import UserError
@@ -145,7 +145,7 @@ def test_many_shards_and_a_smaller_type(
     assert len([*(tmp_path / "out").glob("model-*-of-*.safetensors")]) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == torch.bfloat16
-    assert weights_for(model, str(tmp_path / "out")).keys() == {name for name, _ in model.named_parameters()}
+    assert weights_for_model(model, str(tmp_path / "out")).keys() == {name for name, _ in model.named_parameters()}
     assert torch.equal(again.model.norm.weight, model.model.norm.weight.bfloat16())  # type: ignore[union-attr, operator]
     with pytest.raises(UserError, match="exists"):
         export(step_dir, tmp_path / "out", "hf")
@@ -178,12 +178,12 @@ def test_an_export_that_does_not_come_back_is_none(
 
     monkeypatch.setattr(export_module, "load_file", other_file)
     monkeypatch.setattr(torch, "load", other_file)
-    for spoil, message in ((spoilt, "up_proj.weight did not come back"), (scaled, "computes something else")):
+    for spoil, message in ((spoilt, "up_proj.weight differs in the exported file"), (scaled, "computes other logits")):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spoil)
         with pytest.raises(UserError, match=message):
             export(step_dir, tmp_path / "out", "hf")
     for kind in ("safetensors", "torch"):
-        with pytest.raises(UserError, match="did not come back"):
+        with pytest.raises(UserError, match="differs in the exported file"):
             export(step_dir, tmp_path / "out", kind)
     assert not [*tmp_path.iterdir()]
 
@@ -226,7 +226,7 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
     assert types["embed.weight"] == torch.bfloat16
     assert (types["table"], types["steps"]) == (torch.float32, torch.int64)  # a rounded table is another table
     kept = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    assert weights_for(model, str(tmp_path / file)).keys() == kept.keys()
+    assert weights_for_model(model, str(tmp_path / file)).keys() == kept.keys()
 
 
 def test_what_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -311,10 +311,12 @@ def test_tied_weights_come_under_any_of_their_names(tmp_path: Path) -> None:
     whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for absent in ("head.weight", "embed.weight", ""):
         save_file({name: t for name, t in whole.items() if name != absent}, tmp_path / "w.safetensors")
-        assert torch.equal(weights_for(model, str(tmp_path / "w.safetensors"))["embed.weight"], whole["embed.weight"])
+        assert torch.equal(
+            weights_for_model(model, str(tmp_path / "w.safetensors"))["embed.weight"], whole["embed.weight"]
+        )
     save_file({**whole, "head.weight": whole["head.weight"] + 1}, tmp_path / "w.safetensors")
     with pytest.raises(UserError, match=r"embed\.weight and head\.weight differ"):
-        weights_for(model, str(tmp_path / "w.safetensors"))
+        weights_for_model(model, str(tmp_path / "w.safetensors"))
 
 
 class Hostile:
@@ -327,14 +329,14 @@ class Hostile:
 
 BAD: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "nowhere": (lambda path, ran: None, "no such file"),
-    "w.txt": (lambda path, ran: path.write_text("hello"), "no kind of file"),
+    "w.txt": (lambda path, ran: path.write_text("hello"), "unknown kind"),
     "code.pt": (lambda path, ran: torch.save({"a": Hostile(ran)}, path), "could be code"),
     "pickle.pt": (lambda path, ran: path.write_bytes(pickle.dumps(Hostile(ran))), "code|cannot be read"),
     "pickle.safetensors": (lambda path, ran: path.write_bytes(pickle.dumps(Hostile(ran))), "as safetensors"),
     "module.pt": (lambda path, ran: torch.save(nn.Linear(1, 1), path), "could be code"),
     "list.pt": (lambda path, ran: torch.save([torch.zeros(2)], path), "not a state dict"),
     "cut.pt": (lambda path, ran: path.write_bytes(b"PK\x03\x04" + bytes(50)), "cannot be read as a torch file"),
-    "empty": (lambda path, ran: path.mkdir(), "no checkpoint and has no"),
+    "empty": (lambda path, ran: path.mkdir(), "not a checkpoint and has no"),
     "outside": (lambda path, ran: hostile_index(path, "../secret.safetensors"), "not in its folder"),
     "missing": (lambda path, ran: hostile_index(path, "gone.safetensors"), "not in its folder"),
     "index": (lambda path, ran: hostile_index(path, None), "damaged"),
@@ -345,11 +347,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "length.safetensors": (lambda path, ran: path.write_bytes(b"\xff" * 8 + b"{}"), "as safetensors"),
     "shape.safetensors": (
         lambda path, ran: save_file({"weight": torch.zeros(3)}, path),
-        r"weight \[3\] there, \[2, 2\]",
+        r"weight is \[3\] in the file and \[2, 2\] in the model",
     ),
     "names.safetensors": (
         lambda path, ran: save_file({"w": torch.zeros(2, 2)}, path),
-        r"bias absent there.*w \[2, 2\] there, absent here.*weight absent there",
+        r"bias is absent in the file.*w is \[2, 2\] in the file and absent in the model.*weight is absent in the file",
     ),
 }
 
@@ -372,7 +374,7 @@ def test_bad_weights_are_refused_in_one_line_and_nothing_runs(tmp_path: Path, na
     make, message = BAD[name]
     make(tmp_path / name, tmp_path / "ran")
     with pytest.raises(UserError, match=message) as caught:
-        weights_for(nn.Linear(2, 2), str(tmp_path / name))
+        weights_for_model(nn.Linear(2, 2), str(tmp_path / name))
     assert "\n" not in str(caught.value)
     assert "checkpoint.init_from" in str(caught.value)
     assert not (tmp_path / "ran").exists()

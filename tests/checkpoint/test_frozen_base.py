@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import (
-    BaseProblem,
     Checkpoint,
     DamagedCheckpoint,
+    FrozenBaseError,
     find_latest_checkpoint,
     open_checkpoint,
     write_checkpoint,
 )
 from shoal.checkpoint.export import export
-from shoal.checkpoint.frozen_base import Base, look_in
-from shoal.checkpoint.init_from import weights_for
+from shoal.checkpoint.frozen_base import FrozenBase, find_base_in
+from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.inspect import diff, list_checkpoints, show, verify
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.cli.main import main
@@ -217,11 +217,11 @@ def read_and_write(config: Path, overrides: list[str], source: Path, target: Pat
         make = lambda m: build_optimizer(settings.config.training, recipe.param_groups(m))  # noqa: E731
         model, optimizer = strategy.prepare(model, make, recipe.parallel_plan(model), weights)
         here = strategy.state(model, optimizer).model
-        base, checkpoint = Base(model, weights, here), open_checkpoint(source)
-        state = checkpoint.checked_for(strategy.held())
+        base, checkpoint = FrozenBase(model, weights, here), open_checkpoint(source)
+        state = checkpoint.checked_state(strategy.held())
         assert base.check(checkpoint, here) == {}  # the model has it already
         strategy.load_state(model, optimizer, state)
-        kept, about = base.leave_out(strategy.state(model, optimizer))
+        kept, about = base.without_base(strategy.state(model, optimizer))
         write_checkpoint(target, kept, {"step": 4}, about)
 
 
@@ -326,7 +326,7 @@ def test_the_commands_say_what_a_checkpoint_refers_to(
     assert say("ls", run.output)[1].count(there) == 1
     text = say("show", run.step())[1]
     assert there in text
-    assert "and 6 frozen, " in text
+    assert "and 6 frozen tensors, " in text
     assert {row["name"] for row in show(run.checkpoint())["base_tensors"]} == FROZEN
     assert "embed.weight" not in {row["name"] for row in show(run.checkpoint())["tensors"]}
     code, text = say("verify", run.output)
@@ -335,18 +335,18 @@ def test_the_commands_say_what_a_checkpoint_refers_to(
     moved.parent.mkdir()
     run.base.rename(moved)
     for command, path in (("ls", run.output), ("show", run.step())):
-        gone = f"refers to frozen weights, but {run.base} is not there: the adapter alone can be opened\n"
+        gone = f"refers to frozen weights, but {run.base} does not exist: only the adapter can be used\n"
         assert gone in say(command, path)[1]
-    assert [*list_checkpoints(run.output)[0]["base"].values()] == [f"{run.base} is not there"]
+    assert [*list_checkpoints(run.output)[0]["base"].values()] == [f"{run.base} does not exist"]
     code, text = say("verify", run.step())
     assert code == 0
-    assert text == f"{run.step()}  good; not looked at: its base {run.base} is not there\n"
+    assert text == f"{run.step()}  good; its frozen base was not verified: {run.base} does not exist\n"
     assert say("verify", run.step(), "--base", moved)[1] == f"{run.step()}  good\n"
     flip(moved, "embed.bias")
     moved.rename(run.base)
     code, text = say("verify", run.step())
     assert code == 1
-    assert f"DAMAGED: {run.base} is not what it was: embed.bias" in text
+    assert f"DAMAGED: {run.base} was altered: embed.bias" in text
     (row,) = json.loads(say("verify", run.step(), "--json")[1])
     assert (row["good"], row["missing"]) == (False, None)
 
@@ -369,7 +369,7 @@ def test_diff_compares_what_is_referred_to_by_its_digest(run: AdapterRun) -> Non
     assert {found.name for found in diff(a, open_checkpoint(whole)).tensors} == {f"model/{HALF}"}  # held as fp32 there
     found = {found.name: found.problem for found in diff(a, open_checkpoint(run.folder / "altered")).tensors}
     assert found.keys() == {f"model/{HALF}", "model/embed.bias"}
-    assert all("is not there" in problem for problem in found.values())
+    assert all("does not exist" in problem for problem in found.values())
 
 
 def test_an_export_is_whole_or_says_what_is_missing(
@@ -382,7 +382,7 @@ def test_an_export_is_whole_or_says_what_is_missing(
     assert same(load_file(out / "w.safetensors"), whole)
     moved = run.base.rename(run.folder / "moved.safetensors")
     for to in ("safetensors", "torch", "hf"):
-        with pytest.raises(UserError, match=rf"{run.base} is not there; give --base PATH .*, or --adapter-only"):
+        with pytest.raises(UserError, match=rf"{run.base} does not exist; give --base PATH .*, or --adapter-only"):
             export(run.step(), out / f"none_{to}", to)
     export(run.step(), out / "w.pt", "torch", base=moved)
     assert same(torch.load(out / "w.pt", weights_only=True), whole)
@@ -390,7 +390,7 @@ def test_an_export_is_whole_or_says_what_is_missing(
         capsys, monkeypatch, "export", run.step(), out / "a.safetensors", "--to", "safetensors", "--adapter-only"
     )
     assert code == 0
-    assert f"the adapter alone, to frozen weights in {run.base}" in text
+    assert f"only the adapter, for frozen weights in {run.base}" in text
     assert same(load_file(out / "a.safetensors"), {name: whole[name] for name in (*TRAINED, "table")})
     with pytest.raises(UserError, match="--to hf writes whole models"):
         export(run.step(), out / "none", "hf", adapter_only=True)
@@ -398,14 +398,14 @@ def test_an_export_is_whole_or_says_what_is_missing(
         export(run.step(), out / "none", "torch", base=moved, adapter_only=True)
     with pytest.raises(UserError, match="has no tensor"):
         export(run.step(), out / "none", "torch", base=run.start)
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="no such file"):
         export(run.step(), out / "none", "torch", base=run.base)
     flip(moved, "embed.bias")
-    with pytest.raises(UserError, match=f"{moved} is not what it was: embed.bias"):
+    with pytest.raises(UserError, match=f"{moved} was altered: embed.bias"):
         export(run.step(), out / "none", "torch", base=moved)
     assert sorted(path.name for path in out.iterdir()) == ["a.safetensors", "w.pt", "w.safetensors"]
     write_checkpoint(run.folder / "whole", TrainState(whole, {}), {"step": 1}, {})
-    with pytest.raises(UserError, match="refers to no base; leave --adapter-only out"):
+    with pytest.raises(UserError, match=r"--adapter-only: .* has no frozen base; leave it out"):
         export(run.folder / "whole", out / "none", "torch", adapter_only=True)
 
 
@@ -429,8 +429,8 @@ def test_the_adapter_alone_opens_and_says_so(run: AdapterRun, capsys: pytest.Cap
     other = {name: tensor + 1 for name, tensor in load_file(moved).items()}
     save_file(other, run.folder / "other.safetensors")
     (told,) = warnings_of(run, capsys, first, run.files(run.folder / "other.safetensors", run.start))
-    assert f"{str(run.step())!r} is an adapter to frozen weights in {run.base}, which are not what" in told
-    assert "the adapter alone is taken, and 6 tensors stay as they are here" in told
+    assert f"{str(run.step())!r} is an adapter for frozen weights in {run.base}, which this run does not have" in told
+    assert "only the adapter is loaded, and 6 tensors keep their values" in told
     taken = open_checkpoint(next_step)
     assert taken.base.keys() == FROZEN
     for name, tensor in taken.read().model.items():
@@ -448,10 +448,12 @@ def test_an_exported_adapter_comes_back(run: AdapterRun, capsys: pytest.CaptureF
     expected, file = run.checkpoint().read().model, run.folder / "a.safetensors"
     export(run.step(), file, "safetensors", adapter_only=True)
     (told,) = warnings_of(run, capsys, f"checkpoint.init_from={file}")
-    assert told.endswith(f"is an adapter alone: 6 frozen tensors stay as they are in {run.base}")
+    assert told.endswith(f"is only an adapter: 6 frozen tensors keep their values from {run.base}")
     assert same(run.checkpoint(1, run.folder / "next").read().model, expected)
-    with pytest.raises(UserError, match=r"blocks\.0\.base\.bias absent there"):  # nothing says where it would come from
-        weights_for(run.model(), str(file))
+    with pytest.raises(
+        UserError, match=r"blocks\.0\.base\.bias is absent in the file"
+    ):  # nothing says where it would come from
+        weights_for_model(run.model(), str(file))
 
 
 def test_other_weights_over_the_base_are_stored(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,9 +475,9 @@ def test_what_changed_meanwhile_is_read_again(run: AdapterRun) -> None:
     with strategy:
         model, optimizer = strategy.prepare(model, make, ParallelPlan(), weights)
         here = strategy.state(model, optimizer).model
-        base = Base(model, weights, here)
+        base = FrozenBase(model, weights, here)
         model.get_parameter(HALF).data.zero_()
-        state = run.checkpoint().checked_for(strategy.held())
+        state = run.checkpoint().checked_state(strategy.held())
         again = base.check(run.checkpoint(), strategy.state(model, optimizer).model)
         assert again.keys() == {HALF}
         state.model.update(again)
@@ -521,13 +523,13 @@ def test_what_is_made_from_several_file_tensors_is_stored(tmp_path: Path) -> Non
     with SingleStrategy(device="cpu") as strategy:
         model, optimizer = strategy.prepare(model, make, ParallelPlan(), weights)
         state = strategy.state(model, optimizer)
-        left, about = Base(model, weights, state.model).leave_out(state)
+        left, about = FrozenBase(model, weights, state.model).without_base(state)
         assert left.model.keys() == {"turned.weight", "experts", "head.weight"}
         assert about["base"]["tensors"]["renamed.weight"]["key"] == "old.weight"
         step_dir = tmp_path / "step_00000001"
         write_checkpoint(step_dir, left, {"step": 1}, about)
         assert same(open_checkpoint(step_dir).read().model, state.model)
-        assert set(Base(model, weights, state.model).check(open_checkpoint(step_dir), state.model)) == set()
+        assert set(FrozenBase(model, weights, state.model).check(open_checkpoint(step_dir), state.model)) == set()
 
 
 def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:
@@ -539,7 +541,7 @@ def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         assert same(state, run.checkpoint().read().model)
         run.base.unlink()
-        with pytest.raises(UserError, match=f"refers to frozen weights, and {run.base} is not there"):
+        with pytest.raises(UserError, match=f"refers to frozen weights, but {run.base} does not exist"):
             loop.load(run.step())
 
 
@@ -548,12 +550,12 @@ def test_a_frozen_checkpoint_of_format_2_still_opens() -> None:
     fixtures = Path(__file__).parent / "fixtures"
     checkpoint = open_checkpoint(fixtures / "format_2")
     assert checkpoint.manifest["format"] == 2
-    adapter = checkpoint.stored().model
+    adapter = checkpoint.stored_state().model
     assert torch.equal(adapter["adapter.weight"].read(), torch.arange(6.0).reshape(2, 3))  # type: ignore[attr-defined]
     assert checkpoint.shapes == {"adapter.weight": [2, 3], "base.weight": [4, 2], "base.bias": [4]}
-    with pytest.raises(BaseProblem, match=r"nowhere/base\.safetensors is not there"):
+    with pytest.raises(FrozenBaseError, match=r"nowhere/base\.safetensors does not exist"):
         checkpoint.read()
-    moved = look_in(fixtures / "format_2_base.safetensors", checkpoint.base)
+    moved = find_base_in(fixtures / "format_2_base.safetensors", checkpoint.base)
     read = replace(checkpoint, base=moved).read()
     assert torch.equal(read.model["base.weight"], torch.arange(8.0).reshape(4, 2))  # bf16 in the file
     assert torch.equal(read.model["base.bias"], torch.arange(4.0))
@@ -572,11 +574,11 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape": (change({"shape": [2**40, 2**40]}), "impossible"),
     "dtype": (change({"dtype": "load"}), "unknown dtype"),
     "file dtype": (change({"file_dtype": None}), "unknown dtype"),
-    "file": (change({"file": "/etc/passwd"}), "none of the base's files"),
+    "file": (change({"file": "/etc/passwd"}), "not one of the base's files"),
     "no file": (change({"file": None}), "NoneType"),
     "no base": (lambda manifest: manifest.update(base=None), "NoneType"),
     "size": (lambda manifest: manifest["base"].update(files={"/x": {"bytes": "many"}}), "many"),
-    "twice": (also_stored, "both has 'head.weight' and refers to it"),
+    "twice": (also_stored, "has 'head.weight' both as a stored and as a frozen tensor"),
 }
 
 
@@ -615,9 +617,9 @@ def test_what_lies_at_the_place_of_a_base_is_not_trusted(run: AdapterRun, what: 
             os.mkfifo(run.base)
         else:
             run.base.write_bytes((b"cposix\nsystem\n" if what == "pickle" else b"").ljust(size, b"\0"))
-    with pytest.raises(BaseProblem):
+    with pytest.raises(FrozenBaseError):
         run.checkpoint().read()
     (verified,) = verify(run.step())
     assert verified["problem"] or verified["missing"]
     assert show(run.checkpoint())["base"].keys() == {str(run.base)}
-    assert open_checkpoint(run.step()).stored().model.keys() == {*TRAINED, "table"}
+    assert open_checkpoint(run.step()).stored_state().model.keys() == {*TRAINED, "table"}

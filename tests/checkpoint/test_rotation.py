@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_the_definition_says(
                 assert there(folder) == before
                 continue
             if what == "killed after publishing":
-                patch.setattr(rotation, "kept", lambda *_: (_ for _ in ()).throw(Killed))
+                patch.setattr(rotation, "steps_to_keep", lambda *_: (_ for _ in ()).throw(Killed))
             if what == "killed in removal":
                 patch.setattr(rotation, "remove_checkpoint", _hide_and_die)
             try:
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_does_not_count_and_is_no_reason_to_remove_a_good_o
     (tmp_path / "checkpoints" / "step_00000003" / "manifest.json").write_text("{}")
     passed_over = tmp_path / "checkpoints" / "step_00000008"  # whole by its manifest, but a tensor was altered
     to = CheckpointManager(tmp_path, keep_last=2, keep_best=1)
-    to.pass_over(passed_over)
+    to.mark_damaged(passed_over)
     save(to, 4)
     assert there(tmp_path) == [1, 2, 3, 4, 8]
     save(to, 5)
@@ -170,8 +170,8 @@ def test_later_runs_know_that_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     first = CheckpointManager(tmp_path, keep_last=9)
     for step in (1, 2, 3):
         save(first, step)
-    first.pass_over(tmp_path / "checkpoints" / "step_00000003")
-    first.note_damage()
+    first.mark_damaged(tmp_path / "checkpoints" / "step_00000003")
+    first.leave_damage_notes()
     later = CheckpointManager(tmp_path, keep_last=2)
     save(later, 4)
     assert there(tmp_path) == [2, 3, 4]
@@ -203,9 +203,9 @@ def test_what_a_hostile_checkpoint_says_it_is_worth(tmp_path: Path, metrics: Any
 def _save_and_ask(folder: Path, rank: int) -> tuple[list[bool], list[tuple[int, float]], str]:
     to = CheckpointManager(folder, keep_last=1, keep_best=1, is_main_process=rank == 0)
     save(to, 1, 0.5)
-    answers = [to.gets_into_best(2, {"eval/loss": value}) for value in (0.4, 0.6, float("nan"))]
+    answers = [to.would_be_among_best(2, {"eval/loss": value}) for value in (0.4, 0.6, float("nan"))]
     if rank == 0:
-        to.may_write = _taken
+        to.check_may_write = _taken
     with pytest.raises(UserError) as refused:
         save(to, 2, 0.4)
     return answers, to.best(), str(refused.value)
@@ -283,7 +283,7 @@ def train_here(config: Path, overrides: list[str]) -> tuple[int | None, bool]:
     outcome = train(load_run(config, overrides))
     best = find_best_checkpoint(outcome.output_dir, mode="max")
     assert best is not None
-    stored = open_checkpoint(best).stored().model
+    stored = open_checkpoint(best).stored_state().model
     parts = {name: (local_part(p), stored[name].read(local_region(p))) for name, p in outcome.model.named_parameters()}
     return outcome.best_step, all(torch.equal(mine, theirs) for mine, theirs in parts.values())
 
@@ -353,7 +353,7 @@ def test_the_size_is_known_before_the_first_step(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, optimizer: str, times: int
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(CheckpointManager, "lack_of_room", lambda self, needed: asked.append(needed))
+    monkeypatch.setattr(CheckpointManager, "missing_space", lambda self, needed: asked.append(needed))
     toy.train("model.hidden=20000", f"training.optimizer={optimizer}", "training.max_steps=1")
     weights = 4 * (3 * 20000 + 1)
     before, at_save = asked

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 from conftest import ToyRun
 
-from shoal.checkpoint import find_latest_checkpoint
-from shoal.checkpoint import run_lock as lease
-from shoal.checkpoint.run_lock import Holder, Lease
+from shoal.checkpoint import find_latest_checkpoint, run_lock
+from shoal.checkpoint.run_lock import Holder, RunLock
 from shoal.errors import UserError
 from shoal.processes.detect import detect
 
@@ -29,19 +28,19 @@ SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 1.5)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.5)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on this process is on another machine than whoever came before."""
-    return lambda: monkeypatch.setattr(lease, "_host", lambda: "elsewhere")
+    return lambda: monkeypatch.setattr(run_lock, "_host", lambda: "elsewhere")
 
 
 def left_behind(folder: Path, **changes: Any) -> Holder:
     """A lock file whose holder does not touch it any more."""
-    holder = replace(Holder.here(), **changes)
+    holder = replace(Holder.of_this_process(), **changes)
     (folder / "run.lock").write_text(json.dumps({**vars(holder), "heartbeat": "2026-01-01T00:00:00+00:00"}))
     return holder
 
@@ -57,7 +56,7 @@ def dead_process() -> int:
 
 
 def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         fields = json.loads((tmp_path / "run.lock").read_text())
         assert fields["pid"] == os.getpid()
         assert {"host", "job", "attempt", "started", "heartbeat"} <= fields.keys()
@@ -67,7 +66,7 @@ def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_it_beats(tmp_path: Path) -> None:
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         first, inode = held.path.stat().st_mtime_ns, held.path.stat().st_ino
         time.sleep(0.5)
         assert held.path.stat().st_mtime_ns > first
@@ -76,9 +75,9 @@ def test_it_beats(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         began = time.monotonic()
-        with pytest.raises(UserError) as refused, Lease(tmp_path):
+        with pytest.raises(UserError) as refused, RunLock(tmp_path):
             pass
         assert time.monotonic() < began + 1  # at the next beat
         words = str(refused.value)
@@ -94,22 +93,22 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 def test_a_dead_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
     left_behind(tmp_path, pid=dead_process())
     began = time.monotonic()
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         assert time.monotonic() < began + 1
         assert holder_of(tmp_path) == held.holder
 
 
 def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
     left_behind(tmp_path, process_started="1")  # our own number, but begun long ago
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
 @pytest.mark.usefixtures("fast")
 def test_a_live_holder_elsewhere_is_seen_to_beat(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         elsewhere()
-        with pytest.raises(UserError, match="is in use by process"), Lease(tmp_path):
+        with pytest.raises(UserError, match="is in use by process"), RunLock(tmp_path):
             pass
         held.check()
 
@@ -124,7 +123,7 @@ def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
     stamp = time.time() + clock_seconds
     os.utime(tmp_path / "run.lock", (stamp, stamp))
     began = time.monotonic()
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         assert 0.4 < time.monotonic() - began < 5
         assert holder_of(tmp_path) == held.holder
     waited = " on elsewhere since" in capsys.readouterr().err
@@ -138,7 +137,7 @@ def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path) -> None:
     os.utime(tmp_path / "run.lock", (1, 1))
     waking = threading.Timer(0.05, os.utime, [tmp_path / "run.lock"])
     waking.start()
-    with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+    with pytest.raises(UserError, match="in use"), RunLock(tmp_path):
         pass
     waking.join()
 
@@ -148,20 +147,20 @@ def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path) -> None:
 def test_a_file_that_makes_no_sense_is_replaced_when_it_is_old(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.lock").write_bytes(content)
     os.utime(tmp_path / "run.lock", (1, 1))
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
 @pytest.mark.usefixtures("fast")
 def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
-    first = Lease(tmp_path)
-    first.take()
+    first = RunLock(tmp_path)
+    first.acquire()
     first._stop.set()  # as if it were stopped
     time.sleep(0.2)
     os.utime(first.path, (1, 1))
     elsewhere()
-    with Lease(tmp_path) as second:
-        first._beat()  # goes on, and writes no more than its own file
+    with RunLock(tmp_path) as second:
+        first._write_heartbeat()  # goes on, and writes no more than its own file
         with pytest.raises(UserError, match=r"was taken over by process \d+ on elsewhere since \S+ while this"):
             first.check()
         first.release()
@@ -170,7 +169,7 @@ def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsew
 
 
 def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         held.path.unlink()
         held.check()
         assert holder_of(tmp_path) == held.holder
@@ -187,9 +186,9 @@ def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "link", no_links)
     left_behind(tmp_path, pid=dead_process())
-    with Lease(tmp_path) as held:
+    with RunLock(tmp_path) as held:
         held.check()
-        with pytest.raises(UserError, match="in use"), Lease(tmp_path):
+        with pytest.raises(UserError, match="in use"), RunLock(tmp_path):
             pass
     assert not [*tmp_path.iterdir()]
 
@@ -220,23 +219,23 @@ def test_a_later_attempt_of_the_same_job_takes_over_at_once(
     tmp_path: Path, before: dict[str, str], after: dict[str, str], takes_over: bool
 ) -> None:
     earlier, later = detect(before), detect(after)
-    with Lease(tmp_path, earlier.job, earlier.attempt) as first:
+    with RunLock(tmp_path, earlier.job, earlier.attempt) as first:
         if takes_over:
-            with Lease(tmp_path, later.job, later.attempt) as second:
+            with RunLock(tmp_path, later.job, later.attempt) as second:
                 second.check()
                 with pytest.raises(UserError, match="taken over"):
                     first.check()
         else:
-            with pytest.raises(UserError, match="in use"), Lease(tmp_path, later.job, later.attempt):
+            with pytest.raises(UserError, match="in use"), RunLock(tmp_path, later.job, later.attempt):
                 pass
             first.check()
 
 
 def _contend(folder: Path, start: Any, results: Any) -> None:
-    held = Lease(folder)
+    held = RunLock(folder)
     start.wait()
     try:
-        held.take()
+        held.acquire()
     except UserError:
         results.put("refused")
         return
@@ -246,7 +245,7 @@ def _contend(folder: Path, start: Any, results: Any) -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a dead holder"])
 def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
     fork = multiprocessing.get_context("fork")
     for attempt in range(5):
         folder = tmp_path / str(attempt)
@@ -308,9 +307,9 @@ def test_a_run_that_was_stopped_for_long_finds_the_folder_taken(
     toy: ToyRun, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 0.5)
-    with Lease(toy.output) as taken:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
+    with RunLock(toy.output) as taken:
         running.send_signal(signal.SIGCONT)
         _, errors = running.communicate(timeout=30)
         taken.check()

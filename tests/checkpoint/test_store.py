@@ -32,7 +32,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import store as store_module
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.checkpoint.pieces import MappedFiles, Piece, header_digest
-from shoal.checkpoint.regions import Region, held_of, local_region, whole_region, why_not_whole
+from shoal.checkpoint.regions import Region, coverage_problem, held_of, local_region, whole_region
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -230,7 +230,7 @@ def name_it(name: str) -> Callable[[dict[str, Any]], None]:
         (grow([0, 2**40, 2**40]), "impossible"),
         (grow([4, 3]), "another shape"),
         (grow([True, 12]), "impossible"),
-        (name_it("secrets/weight"), "belongs to nothing"),
+        (name_it("secrets/weight"), "unknown section"),
         (name_it("model/other"), "other"),
     ],
 )
@@ -389,7 +389,7 @@ def read_spread(folders: list[Path], layouts: list[str]) -> list[str]:
     for folder in folders:
         for layout in layouts:
             here = spread(layout)
-            stored = named(open_checkpoint(folder).checked_for(held_of(here.model)))
+            stored = named(open_checkpoint(folder).checked_state(held_of(here.model)))
             for name, tensor in named(here).items():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 part = stored[name].read(local_region(tensor))
@@ -453,7 +453,7 @@ def count_reads(folder: Path, layout: str) -> tuple[int, int]:
     MappedFiles.read = spy  # type: ignore[method-assign]
     try:
         here = spread(layout)
-        stored = named(open_checkpoint(folder).checked_for(held_of(here.model)))
+        stored = named(open_checkpoint(folder).checked_state(held_of(here.model)))
         for name, tensor in named(here).items():
             stored[name].read(local_region(tensor))
     finally:
@@ -496,7 +496,7 @@ def attempt(folder: Path, mistake: str) -> str:
     [
         ("shape", "model/w is float32 [6, 2] on one rank and float32 [7, 2] on another"),
         ("partial", "only Shard and Replicate"),
-        ("length", "should be (3, 2) here, but is (2, 2)"),
+        ("length", "should be (3, 2), but is (2, 2)"),
         ("offset", "model/w: its pieces overlap along dimension 0"),
         ("none", "published"),
     ],
@@ -509,10 +509,10 @@ def test_a_wrong_layout_is_never_published(tmp_path: Path, pool2: Pool, mistake:
 
 def test_boxes_make_up_a_tensor_or_not() -> None:
     quarters = [Region((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
-    assert why_not_whole((4, 6), quarters) is None
-    assert why_not_whole((), [Region((), ())]) is None
-    assert why_not_whole((0, 3), [whole_region((0, 3))]) is None
-    assert why_not_whole((4, 6), quarters[:3])
-    assert why_not_whole((4, 6), [*quarters[:3], quarters[0]])
-    assert why_not_whole((5, 6), quarters)
-    assert why_not_whole((), [])
+    assert coverage_problem((4, 6), quarters) is None
+    assert coverage_problem((), [Region((), ())]) is None
+    assert coverage_problem((0, 3), [whole_region((0, 3))]) is None
+    assert coverage_problem((4, 6), quarters[:3])
+    assert coverage_problem((4, 6), [*quarters[:3], quarters[0]])
+    assert coverage_problem((5, 6), quarters)
+    assert coverage_problem((), [])

@@ -304,7 +304,7 @@ def test_another_model_or_optimizer_is_refused(saved):
     other = nn.Linear(2, 2)
     before = other.weight.clone()
     with pytest.raises(
-        UserError, match=r"checkpoint of another model: bias absent there, \[2\] here.*more\)"
+        UserError, match=r"checkpoint of another model: bias is absent in the file and \[2\] in the model.*more\)"
     ) as refusal:
         one_process(other, lambda model: torch.optim.SGD(model.parameters())).load(path)
     assert "\n" not in str(refusal.value)

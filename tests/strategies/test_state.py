@@ -101,7 +101,7 @@ def load_sharded(folder: Path, sides: tuple[int, ...], from_memory: bool = False
     checkpoint = open_checkpoint(folder)
     tensors = collect_state(model, optimizer, {}).model
     here = {name: Held(tuple(t.shape), t.dtype, local_box(t)) for name, t in tensors.items()}
-    state = checkpoint.read() if from_memory else checkpoint.checked_for(here)
+    state = checkpoint.read() if from_memory else checkpoint.checked_state(here)
     scale = torch.zeros(())
     restore_state(model, optimizer, {"scale": scale}, state)
     assert scale == 8
@@ -119,7 +119,7 @@ def load_sharded(folder: Path, sides: tuple[int, ...], from_memory: bool = False
 def load_alone(folder: Path) -> dict[str, Any]:
     model = build(2)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    restore_state(model, optimizer, {}, open_checkpoint(folder).stored())
+    restore_state(model, optimizer, {}, open_checkpoint(folder).stored_state())
     told = whole(collect_state(model, optimizer, {}))
     take_steps(model, optimizer, 1)
     return {"restored": told, "later": whole(collect_state(model, optimizer, {}))}
@@ -181,7 +181,7 @@ def test_what_is_restored_is_not_the_file(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     write_checkpoint(tmp_path / "saved", collect_state(model, optimizer, {}), {}, {})
-    restore_state(model, optimizer, {}, open_checkpoint(tmp_path / "saved").stored())
+    restore_state(model, optimizer, {}, open_checkpoint(tmp_path / "saved").stored_state())
     file = tmp_path / "saved" / "optimizer.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     assert all(slots["momentum_buffer"].any() for slots in optimizer.state.values())

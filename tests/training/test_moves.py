@@ -138,7 +138,7 @@ def read_and_write(config: Path, overrides: list[str], source: Path, target: Pat
         model, optimizer = strategy.prepare(
             model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), recipe.parallel_plan(model)
         )
-        strategy.load_state(model, optimizer, open_checkpoint(source).checked_for(strategy.held()))
+        strategy.load_state(model, optimizer, open_checkpoint(source).checked_state(strategy.held()))
         write_checkpoint(target, strategy.state(model, optimizer), {"step": 4}, {})
 
 

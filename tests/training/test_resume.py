@@ -258,13 +258,13 @@ def test_a_run_that_is_started_again_does_not_go_back_again(toy: ToyRun, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.hidden=17"], ["another model", "0.weight [16, 1] there, [17, 1] here"]),
+        (["model.hidden=17"], ["another model", "0.weight is [16, 1] in the file and [17, 1] in the model"]),
         (["dataset.size=99"], ["dataset.size", "99", "103", "allow_changed"]),
         (["experiment.seed=1"], ["experiment.seed"]),
         (["training.batch_size=5"], ["training.global_batch_size", "5", "4"]),
         (["checkpoint.resume=never"], ["checkpoint.resume", "step_00000010"]),
         (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
-        (["checkpoint.resume=."], ["holds no usable checkpoint"]),
+        (["checkpoint.resume=."], ["has no checkpoints"]),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(toy: ToyRun, overrides: list[str], words: list[str]) -> None:
