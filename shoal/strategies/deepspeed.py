@@ -35,7 +35,7 @@ from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update
-from shoal.tensors import local_slices, logical_shape, named_tensors, tensors_with_names
+from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
@@ -244,8 +244,7 @@ class ZeroStrategy(DistributedStrategy):
         held = {}
         for tensor, names in tensors_with_names(model):
             shape = logical_shape(tensor)
-            in_rows = as_rows(torch.empty(0), shape, self._rows_mesh()) if hasattr(tensor, "ds_shape") else None
-            region = whole_region(shape) if in_rows is None else Region(*reversed(shape_and_offset(in_rows)))
+            region = self._rows_region(shape) if hasattr(tensor, "ds_shape") else whole_region(shape)
             held[names[0]] = Held(shape, tensor.dtype, region)
         return held
 
@@ -366,6 +365,11 @@ class ZeroStrategy(DistributedStrategy):
         assert self.mesh is not None
         return self.mesh["dp_shard" if self._stage == 3 else "dp_replicate"]
 
+    def _rows_region(self, shape: tuple[int, ...]) -> Region:
+        """Returns which rows of a tensor this rank has in a checkpoint."""
+        rows, offset = shape_and_offset(as_rows(torch.empty(0), shape, self._rows_mesh()))
+        return Region(offset, rows)
+
     def _rows(self, name: str, parameter: Tensor, elements: Tensor) -> Tensor:
         """Makes this rank's rows of a tensor as large as the parameter, of the flat elements that ranks have of it."""
         shape, partition = logical_shape(parameter), self._partition
@@ -384,8 +388,7 @@ class ZeroStrategy(DistributedStrategy):
         if isinstance(value, DTensor):
             rows = value.redistribute(self._rows_mesh(), [Shard(0)]).to_local()
         else:
-            places = local_slices(as_rows(torch.empty(0), shape, self._rows_mesh()))
-            rows = value.read([place.start for place in places], [place.stop - place.start for place in places])
+            rows = value.read(self._rows_region(shape))
         return exchange(rows.flatten(), row_stretches(shape, self.world.size), partition.stretches[name])
 
 

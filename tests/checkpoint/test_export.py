@@ -409,7 +409,7 @@ HOSTILE_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape": (lambda m: m["config"]["model"]["config"].update(intermediate_size=64), "another model"),
     "no config": (lambda m: m.update(config=[1]), "without a recipe"),
     "key": (lambda m: m["config"]["model"]["config"].update(color="red"), "color"),
-    "no tokenizer": (lambda m: m["config"]["dataset"].update(tokenizer="/no/such/tokenizer.json"), "no file"),
+    "no tokenizer": (lambda m: m["config"]["dataset"].update(tokenizer="/no/such/tokenizer.json"), "does not exist"),
 }
 
 

@@ -250,6 +250,8 @@ def test_a_loader_can_be_iterated_again_and_closed(persistent):
     steps = iter(loader)
     next(steps)
     loader.close()
+    for process in set(multiprocessing.active_children()) - children:
+        process.join(30)  # they end by themselves once they are told to
     assert set(multiprocessing.active_children()) <= children
     with pytest.raises(RuntimeError, match="closed"):
         iter(loader)

@@ -161,7 +161,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
     ("overrides", "words"),
     [
         (["checkpoint.init_from=nowhere"], ["checkpoint.init_from = 'nowhere'", "no such file"]),
-        (["checkpoint.init_from=empty"], ["checkpoint.init_from", "is no checkpoint"]),
+        (["checkpoint.init_from=empty"], ["checkpoint.init_from", "is not a checkpoint"]),
         (["checkpoint.resume=nowhere"], ["checkpoint.resume = 'nowhere'", "no such folder"]),
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'], ["gradient_cliping", "did you"]),
         ([*JSON, 'json={"zero_optimization": {"stage": 2}, "train_batch_size": 5}'], ["train_batch_size", "2 proc"]),

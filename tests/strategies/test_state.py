@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from shoal.checkpoint import open_checkpoint, write_checkpoint
-from shoal.checkpoint.regions import Held, local_box
+from shoal.checkpoint.regions import held_of
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.strategies.state import collect_state, restore_state
@@ -100,7 +100,7 @@ def load_sharded(folder: Path, sides: tuple[int, ...], from_memory: bool = False
     before = [*model.parameters()]
     checkpoint = open_checkpoint(folder)
     tensors = collect_state(model, optimizer, {}).model
-    here = {name: Held(tuple(t.shape), t.dtype, local_box(t)) for name, t in tensors.items()}
+    here = held_of(tensors)
     state = checkpoint.read() if from_memory else checkpoint.checked_state(here)
     scale = torch.zeros(())
     restore_state(model, optimizer, {"scale": scale}, state)

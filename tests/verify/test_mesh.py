@@ -151,7 +151,7 @@ def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str,
         (llama, {"pp": 8}, "schedule = 1f1b on distributed.mesh.pp = 8 has 8 stages and needs 8 blocks, .* has 4"),
         (bdh, {"tp": 3}, "tp = 3 does not divide model.n_head = 4"),
         (bdh, {"pp": 2}, "share their weights"),
-        (bdh, {"cp": 2}, "not for BDH"),
+        (bdh, {"cp": 2}, "BDH does not support context parallelism"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_anything_starts(
