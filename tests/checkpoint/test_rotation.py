@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,12 +318,20 @@ def test_keep_best_needs_something_to_evaluate(toy: ToyRun, change_recipe: Calla
         toy.train("checkpoint.keep_best=1")
 
 
-def test_saving_by_minutes(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
-    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')  # a step takes 0.08 s or more
-    toy.train("checkpoint.every=null", "checkpoint.every_minutes=0.0025", "checkpoint.keep_last=99")  # 0.15 s
-    assert 2 <= len(saved(toy)) <= 6
+def test_saving_by_minutes(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = [0]
+
+    def take_step(trainer: Trainer, *micro_batches: Any) -> None:
+        original(trainer, *micro_batches)
+        minutes[0] += 1
+
+    original = Trainer.take_step
+    monkeypatch.setattr(Trainer, "take_step", take_step)
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0 * minutes[0])
+    toy.train("checkpoint.every=null", "checkpoint.every_minutes=2.5", "checkpoint.keep_last=99")
+    assert saved(toy) == [4, 8, 10]  # late after three minutes, saved after the next step, and at the end
     shutil.rmtree(toy.output)
-    toy.train("checkpoint.every=null", "checkpoint.every_minutes=10", "checkpoint.keep_last=99")
+    toy.train("checkpoint.every=null", "checkpoint.every_minutes=11", "checkpoint.keep_last=99")
     assert saved(toy) == [10]
 
 

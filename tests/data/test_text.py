@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_SECONDS
 from pydantic import ValidationError
 
 from shoal.data import ByteTokenizer, TextDataset, load_tokenizer, open_text, prepare_text, token_cache
@@ -177,9 +178,9 @@ def test_two_processes_prepare_the_text_once(folder, tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-c", SLOW, str(folder), str(log)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
     assert [json.loads(output) for output in outputs] == [TOKENS, TOKENS]
-    assert log.read_text().count("encoded") == 2  # each of the two documents once
+    assert log.read_text().count("encoded") == 2  # the two documents, once
 
 
 @pytest.fixture
@@ -285,8 +286,9 @@ def test_a_validation_split_is_used_for_evaluation(hf):
     one_line(error)
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_within_seconds(hf):
-    started = time.monotonic()
+def test_the_hub_out_of_reach_is_told_at_once(hf, monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(
         UserError, match=r"dataset.name = 'wikitext': it cannot be loaded: the Hugging Face Hub cannot be"
     ) as error:
@@ -297,7 +299,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_within_seconds(hf):
     ) as error:
         open_text(TextDataset(tokenizer="gpt2"))
     one_line(error)
-    assert time.monotonic() - started < 15
+    assert sum(waited) < 15
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, ToyRun
 from pool import Pool
 from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
 from test_docs import blocks
@@ -517,7 +517,7 @@ def test_under_its_own_launcher(toy: ToyRun) -> None:
     command = ["--master_addr=127.0.0.1", "--module", "shoal", "train", str(toy.config), *KEYS, *ZERO]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*launcher, *command], cwd=toy.folder, env=environment, capture_output=True, text=True, timeout=200
+        [*launcher, *command], cwd=toy.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert result.returncode == 0, result.stderr
     assert "finished at step 10" in result.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint
 from shoal.verify.chaos import read_tensorboard
@@ -73,7 +73,7 @@ def in_a_small_disk(folder: Path, keys: list[str]) -> dict[str, Any]:
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], check=True)
     command = [sys.executable, "-m", "shoal", "train", "run.yaml", f"experiment.output_dir={output}", *keys]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     latest = find_latest_checkpoint(output)
     if latest:
         open_checkpoint(latest).read()
@@ -113,7 +113,7 @@ def test_a_full_disk_does_not_end_a_run(small_disk: ToyRun, background: str, pro
     keys += ["training.max_steps=30", "training.batch_size=null", "training.global_batch_size=4"]
     command = ["unshare", "-rm", sys.executable, __file__, str(small_disk.folder), *keys]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, env=environment)
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["code"] == 0, told["err"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, ToyRun
 
 from shoal.training.signals import StopFlag, Stopped
 
@@ -61,6 +61,6 @@ def test_the_user_sees_one_line(toy: ToyRun, change_recipe: Callable[[str, str],
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + signal.SIGUSR1
     assert (out, err) == ("stopped by SIGUSR1 before the first step; nothing to save\n", "")
