@@ -102,9 +102,10 @@ def page(results: dict[str, dict[str, float]], steps: int) -> str:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    head = "# A Llama of 1.1 billion parameters on one GPU\n\nWritten by `python benchmarks/llama.py --write "
-    head += f"docs/llama.md` on {date.today().isoformat()}: {device}, torch {torch.__version__}, "
-    head += f"8 × 2048 tokens a step, {steps} steps after 3 for warm-up. {ABOUT}\n\n"
+    head = "# A Llama of 1.1 billion parameters on one GPU\n\n"
+    head += "How fast does a Llama train under each strategy on one GPU, and how much memory does a rank need? "
+    head += f"Measured by `python benchmarks/llama.py` on {date.today().isoformat()}: {device}, torch "
+    head += f"{torch.__version__}, 8 × 2048 tokens a step, {steps} steps after 3 for warm-up.\n\n{ABOUT}\n\n"
     raw = results.get("raw", {}).get("tokens_per_second")
     rows = []
     for name, result in results.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import pkgutil
 import random
 import re
 import runpy
@@ -316,3 +317,16 @@ def test_the_page_names_what_there_is():
         for keyword in re.findall(r"(\w+)=", arguments):
             parameters = inspect.signature(getattr(Loop, name)).parameters
             assert keyword in parameters or "state" in parameters, f"{name}({keyword}=…)"
+
+
+def test_the_new_names_in_the_changelog_exist():
+    table = re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    new_names = [name for _, now in table for name in re.findall(r"(shoal(?:\.\w+)+|(?:loop|strategy)\.\w+)", now)]
+    assert len(new_names) > 30
+    for name in new_names:
+        owner, _, attribute = name.partition(".")
+        owners = {"loop": Loop, "strategy": DDPStrategy(device="cpu")}
+        if owner == "shoal":
+            pkgutil.resolve_name(name)
+        elif attribute != "engaged":  # made when a model is wrapped
+            assert hasattr(owners[owner], attribute), name

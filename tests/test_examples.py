@@ -19,6 +19,7 @@ from verify.runs import failed, on
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.processes.group import free_port
+from shoal.tensors import local_part
 from shoal.verify import prove
 
 ROOT = Path(__file__).parent.parent
@@ -267,6 +268,20 @@ def test_two_processes_that_share_every_layer_train_as_one(pool2, capsys, tmp_pa
     halves = on_two("--steps", "20", "--output_dir", str(tmp_path / "b"))
     halves |= alone("--steps", "30", "--output_dir", str(tmp_path / "b"))  # goes on from what two have saved
     assert {step: float(loss) for step, loss in halves.items()} == numbers(whole)
+
+
+def run_layers_of_the_mesh_page() -> dict[str, tuple[int, ...]]:
+    """Runs the loop on the page; returns the shapes of what this rank holds."""
+    source = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "mesh.md").read_text(), re.M | re.S)[1]
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return {name: tuple(local_part(parameter).shape) for name, parameter in names["loop"].model.named_parameters()}
+
+
+def test_the_layers_of_the_mesh_page_are_cut(pool2):
+    (first, second), whole = pool2.run(run_layers_of_the_mesh_page, init=False), run_layers_of_the_mesh_page()
+    assert whole["up.weight"] == (256, 64)
+    assert first == second == whole | {"up.weight": (128, 64), "up.bias": (128,), "down.weight": (64, 128)}
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ def train(args: argparse.Namespace, strategy: DistributedStrategy, data: Sequenc
     if args.compile:
         for level in model.levels:  # they have the same code, so that one compilation serves all
             level.compile()
-    # `wrap` moves the model to the device; under DDP it returns the module that averages gradients, under FSDP it cuts
-    # the model into shards. It builds the optimizer last, because that holds only the parameters that this rank has.
+    # `wrap` moves the model to the device. Under DDP it returns the module that averages gradients; under FSDP it
+    # shards the model. It builds the optimizer last, because that holds only the parameters that this rank has.
     # Fused: one kernel for all parameters, which can also clip, and skip an update that is not finite.
     loop = Loop(strategy)
     model, optimizer = loop.wrap(

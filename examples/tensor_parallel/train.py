@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=4 examples/tensor_parallel/train.py           # two such pairs, each with half of a batch
 
 Tensor parallelism: the ranks of a pair see the same samples, and each computes some heads of the attention and some
-neurons of the MLP. A layer cut by its outputs (column parallel) needs nothing from the other rank. The layer after it
-is cut by its inputs (row parallel), and its outputs are summed over the ranks. So a block has two all-reduces in the
+neurons of the MLP. A layer split by its outputs (column parallel) needs nothing from the other rank. The layer after it
+is split by its inputs (row parallel), and its outputs are summed over the ranks. So a block has two all-reduces in the
 forward and two in the backward, and a rank holds half of the large matrices, of their gradients and of the optimizer's
 state.
 
@@ -38,7 +38,7 @@ TIME, BATCH, MICRO_BATCHES = 32, 16, 2
 
 
 class Block(nn.Module):
-    """Attention and MLP, cut over the ranks of a pair."""
+    """Attention and MLP, split over the ranks of a pair."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -107,15 +107,15 @@ def check_jsonable(name: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise UserError(f"save_checkpoint: {name} has the key {key!r}, but JSON makes text of it; use str keys")
+                raise UserError(f"save: {name} has the key {key!r}, but keys in JSON are text; use str keys")
             check_jsonable(f"{name}[{key!r}]", inner)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             check_jsonable(f"{name}[{index}]", inner)
     elif not isinstance(value, str | int | float | None):
         raise UserError(
-            f"save_checkpoint: {name} is a {type(value).__name__}, which JSON cannot hold; give numbers, text, lists, "
-            "dicts (a tensor's .item() or .tolist()), or make it a buffer of the model"
+            f"save: {name} is a {type(value).__name__}, which JSON cannot hold; give numbers, text, lists or dicts (a "
+            "tensor's .item() or .tolist()), or make it a buffer of the model"
         )
 
 
