@@ -76,7 +76,7 @@ def test_config_shows_sources_and_loads_again(toy: ToyRun) -> None:
     ("arguments", "words"),
     [
         (["train", "missing.yaml"], ["missing.yaml", "no such file"]),
-        (["train", "."], ["folder"]),
+        (["train", "."], ["is a directory; give a YAML file"]),
         (["train", "run.yaml", "training.max_stepz=3"], ["training.max_stepz", "training.max_steps"]),
         (["train", "run.yaml", "training.device=cuda"], ["training.device", "cuda"]),
         (["train", "run.yaml", "training.tf32=true"], ["training.tf32"]),

@@ -135,9 +135,10 @@ def fit_json(
             (fitted.options.setdefault(section, {}) if section else fitted.options)[key] = option
             names[entry.option] = name
     fitted.idle.update(_left_out(document.get("scheduler"), table["scheduler"]))
-    if why := validate(DeepSpeedConfig, fitted.options, names).why_not_offload():
-        why = why.replace("offload_parameters", "offload_param").replace("zero_stage", "stage")
-        raise UserError(f"{where}: zero_optimization.{why}")
+    for wrong, message in validate(DeepSpeedConfig, fitted.options, names).offload_contradictions():
+        if wrong:
+            message = message.replace("offload_parameters", "offload_param").replace("zero_stage", "stage")
+            raise UserError(f"{where}: zero_optimization.{message}")
     return fitted
 
 

@@ -161,22 +161,23 @@ class DeepSpeedConfig(Section):
         """The ZeRO stage, with its default."""
         return self.zero_stage or 2
 
-    def why_not_offload(self) -> str | None:
-        """Returns why the ZeRO stage cannot offload as the keys ask, or None if it can.
+    def offload_contradictions(self) -> Sequence[tuple[bool, str]]:
+        """Returns pairs (condition, message) about offloading that the ZeRO stage does not support.
 
-        This is not a contradiction of the section itself, because `distributed.zero_stage` or a JSON may set the stage.
+        They are not among the contradictions of this section, because `distributed.zero_stage` may set the stage.
         """
-        if self.stage < 3 and self.offload_parameters != "none":
-            return (
+        return (
+            (
+                self.stage < 3 and self.offload_parameters != "none",
                 f"offload_parameters = {self.offload_parameters}: ZeRO stage {self.stage} keeps all weights on every "
-                "device; use zero_stage: 3, or offload the optimizer only"
-            )
-        if self.stage < 3 and self.offload_optimizer not in ("none", "cpu"):
-            return (
+                "device; use zero_stage: 3, or offload the optimizer only",
+            ),
+            (
+                self.stage < 3 and self.offload_optimizer not in ("none", "cpu"),
                 f"offload_optimizer = {self.offload_optimizer}: ZeRO stage {self.stage} offloads to host memory only; "
-                "use cpu, or zero_stage: 3"
-            )
-        return None
+                "use cpu, or zero_stage: 3",
+            ),
+        )
 
 
 class MeshConfig(Section):
@@ -257,7 +258,7 @@ class DistributedConfig(Section):
     def contradictions(self) -> Sequence[tuple[bool, str]]:
         if self.strategy != "deepspeed":
             return ()
-        zero, why = self.zero, self.zero.why_not_offload()
+        zero = self.zero
         long = {key: value for key, value in self.deepspeed if value != DeepSpeedConfig.model_fields[key].default}
         file = long.pop("config_file", None)
         short = {"zero_stage": self.zero_stage, "offload": self.offload}
@@ -276,4 +277,5 @@ class DistributedConfig(Section):
             )
             for key, value in long.items()
         ]
-        return [*beside_file, *short_and_long, (why is not None, f"deepspeed.{why}")]
+        offload = [(wrong, f"deepspeed.{message}") for wrong, message in zero.offload_contradictions()]
+        return [*beside_file, *short_and_long, *offload]

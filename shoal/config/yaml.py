@@ -49,12 +49,9 @@ def read_yaml(path: Path) -> tuple[Tree, Sources]:
     """Returns the mapping in a file, and the `file:line` of every key in it."""
     try:
         text = path.read_text(encoding="utf-8")
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give the YAML file in it") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file in UTF-8; give a YAML file") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {str(error.strerror).lower()}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "It is not a text in UTF-8"
+        raise UserError(f"{path} cannot be read: {reason[0].lower()}{reason[1:]}; give a YAML file") from None
 
     sources: Sources = {}
     try:

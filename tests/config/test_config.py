@@ -202,11 +202,11 @@ def test_bad_overrides(tmp_path: Path, override: str) -> None:
 
 
 def test_files_that_are_not_configs(tmp_path: Path) -> None:
-    for path, word in [(tmp_path, "folder"), (tmp_path / "none.yaml", "no such file")]:
+    for path, word in [(tmp_path, "is a directory; give a YAML file"), (tmp_path / "none.yaml", "no such file")]:
         with pytest.raises(UserError, match=word):
             load_run(path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(UserError, match="not a text file"):
+    with pytest.raises(UserError, match="it is not a text in UTF-8"):
         load_run(tmp_path / "binary.yaml")
 
 
