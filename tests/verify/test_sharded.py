@@ -85,7 +85,7 @@ def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str,
 
 def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
     with pytest.raises(
-        UserError, match="--strategies fsdp_hybrid: 2 processes are too few for its mesh; use --procs 4 or more"
+        UserError, match="--strategies fsdp_hybrid: 2 processes are too few for this mesh; use --procs 4 or more"
     ):
         prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
     with pytest.raises(

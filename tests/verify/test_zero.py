@@ -28,7 +28,7 @@ def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
     for verdict in prove(run, 2, STAGES, runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
         told = {check.name: check.detail for check in verdict.checks}
-        assert told["optimizer bytes"].startswith("0.50 of one device's")
+        assert told["optimizer bytes"].startswith("0.50 of one device ")
         assert told["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
 
 
