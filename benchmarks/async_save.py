@@ -1,9 +1,9 @@
-"""How long a save keeps the next step waiting, beside torch.save of the same state.
+"""Measures how long a checkpoint save delays the next step, compared with torch.save of the same state.
 
     python benchmarks/async_save.py [--gib 1.2] [--rounds 4] [--folder .]
 
-Both save the weights and AdamW moments of one model, several times in turn. Only the time until training could go on
-counts; what the background writes is waited for in between, and its time is shown as well.
+Both save the weights and AdamW moments of one model, several times in turn. The time that counts ends when training
+could continue. The benchmark waits for the background write before the next round, and shows its time too.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for number in range(options.rounds):
-            began = time.perf_counter()
+            start = time.perf_counter()
             torch.save({"model": model, "moments": moments}, folder / "plain.pt")
-            plain = time.perf_counter() - began
-            began = time.perf_counter()
+            plain = time.perf_counter() - start
+            start = time.perf_counter()
             saver.save(folder / "step", state, {"step": number}, {})
-            blocked = time.perf_counter() - began
+            blocked = time.perf_counter() - start
             saver.wait()
-            whole = time.perf_counter() - began
-            what = "first (allocates its buffers)" if number == 0 else f"save {number + 1}"
+            written = time.perf_counter() - start
+            label = "first (allocates its buffers)" if number == 0 else f"save {number + 1}"
             print(
-                f"{what:30} torch.save {plain:.2f} s  blocked {blocked:.3f} s = {blocked / plain:.1%}  "
-                f"written and flushed after {whole:.2f} s"
+                f"{label:30} torch.save {plain:.2f} s  blocked {blocked:.3f} s = {blocked / plain:.1%}  "
+                f"written to disk after {written:.2f} s"
             )
         open_checkpoint(folder / "step").read()
 

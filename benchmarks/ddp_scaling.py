@@ -1,10 +1,10 @@
-"""How much of two independent processes' speed two DDP processes keep, on the cores of this machine.
+"""Measures the speed of two DDP processes, compared with two independent processes, on the cores of this machine.
 
     python benchmarks/ddp_scaling.py [--steps 40] [--rounds 3]
 
-Both train the same BDH on the same text, one thread each. The independent processes exchange nothing; under DDP they
-sum their gradients after every step. They take turns, and the best of the rounds counts, since a busy machine only
-ever makes a run slower.
+Both train the same BDH on the same text, with one thread per process. The independent processes exchange nothing; under
+DDP they sum their gradients after every step. The two kinds take turns, and the best round counts, because other load
+on the machine can only make a run slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROCS = 2
 
 
 def tokens_per_second(folder: str, together: bool, steps: int) -> float:
-    """This process's speed, alone in the world or as one of several."""
+    """Trains in this process, as one of several ranks (`together`) or alone, and returns its speed."""
     rank = os.environ["RANK"]
     if not together:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -37,7 +37,9 @@ def tokens_per_second(folder: str, together: bool, steps: int) -> float:
         "logging": {"every": steps, "console": "off", "tensorboard": False},
         "checkpoint": {"every": None},
     }
-    return train(check_run(run)).metrics["train/tokens_per_second"]  # from the first step on, which is logged too
+    return train(check_run(run)).metrics[
+        "train/tokens_per_second"
+    ]  # counted from the end of the first step, which is logged too
 
 
 def main() -> None:
@@ -51,8 +53,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 ranks = run_function(tokens_per_second, (folder, kind, options.steps), PROCS, "spawn")
             speeds.append(ranks[0] if kind else sum(ranks))  # under DDP every rank counts the whole batch
-    print(f"two independent processes  {max(alone):8.0f} tokens/s in all")
-    print(f"two under DDP              {max(together):8.0f} tokens/s in all, {max(together) / max(alone):.2f} of that")
+    print(f"two independent processes  {max(alone):8.0f} tokens/s in total")
+    print(
+        f"two under DDP              {max(together):8.0f} tokens/s in total, {max(together) / max(alone):.2f} of that"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the wrappers cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
+"""Measures what shoal's strategies cost a Llama of 1.1 billion parameters, and what sharding saves, on one GPU.
 
     python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/llama.md]
 
-Every case runs in a process of its own, one after another: first a compiled loop written by hand in plain PyTorch,
-then the same steps under shoal's strategies. Worlds of several ranks are torch's `fake` backend: rank 0 computes for
-real and its collectives return at once, so what is measured is the rank's own work and memory, not the network.
+Every case runs in a separate process, one after another: first a compiled training loop in plain PyTorch, then the same
+steps under shoal's strategies. Worlds of several ranks use torch's `fake` backend: rank 0 really computes and its
+collectives return immediately, so the benchmark measures the work and memory of one rank, but not the network.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
-    "`raw` is a loop written by hand: the whole model compiled, bf16 autocast, fused AdamW, clipping. The others are "
-    "shoal's strategies on the same batch, compiled block by block, from the third on with `loss_chunks: 8`. `lean` is "
-    'pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of N" is one real rank in a world whose other '
-    "ranks do not exist (torch's `fake` backend): its computing and memory are real, its waiting for a network is not. "
-    "`8B` is a Llama of 8 billion parameters in pure_bf16 with full activation checkpointing; a rank of `tp 8` has an "
-    "eighth of every layer and one of `pp 4` a quarter of the layers, so tokens/s are those that its group computes."
+    "`raw` is a training loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The "
+    "others are shoal's strategies on the same batch, compiled block by block, from the third on with `loss_chunks: "
+    '8`. `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of N" is one real rank in a '
+    "world whose other ranks do not exist (torch's `fake` backend): its computation and memory are real, but it never "
+    "waits for a network. `8B` is a Llama of 8 billion parameters in pure_bf16 with full activation checkpointing; a "
+    "rank of `tp 8` has an eighth of every layer and a rank of `pp 4` a quarter of the layers, so tokens/s are those "
+    "of all ranks that share the layers together."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
@@ -70,33 +71,36 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--small", action="store_true", help="a model that a CPU can step, to try the script")
-    parser.add_argument("--cases", help="those whose name contains one of these, with a semicolon between")
-    parser.add_argument("--write", help="also write the table, as a page, there")
+    parser.add_argument("--small", action="store_true", help="use a small model that runs on a CPU, to try the script")
+    parser.add_argument(
+        "--cases", help="run only the cases whose name contains one of these texts, separated by semicolons"
+    )
+    parser.add_argument("--write", help="also write the table as a Markdown page to this path")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
     results: dict[str, dict[str, float]] = {}
-    wanted = options.cases.split(";") if options.cases else [""]
+    patterns = options.cases.split(";") if options.cases else [""]
     for name in CASES:
-        if not any(part in name for part in wanted):
+        if not any(pattern in name for pattern in patterns):
             continue
         command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps)]
-        done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name:32} failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+        process = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
+        if process.returncode:
+            print(f"{name:32} failed with exit code {process.returncode}: {process.stderr.strip()[-300:]}", flush=True)
             continue
-        results[name] = result = json.loads(done.stdout.splitlines()[-1])
-        against = result["tokens_per_second"] / results["raw"]["tokens_per_second"] if "raw" in results else 0
-        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:5.3f} of raw  {result['peak_gib']:6.2f} GiB"
+        results[name] = result = json.loads(process.stdout.splitlines()[-1])
+        ratio = result["tokens_per_second"] / results["raw"]["tokens_per_second"] if "raw" in results else 0
+        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {ratio:5.3f} of raw  {result['peak_gib']:6.2f} GiB"
         print(f"{name:32} {shown}  loss {result['loss']:.3f}", flush=True)
     if options.write:
         Path(options.write).write_text(page(results, options.steps))
 
 
 def page(results: dict[str, dict[str, float]], steps: int) -> str:
+    """Returns the results as a Markdown page."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
@@ -107,12 +111,13 @@ def page(results: dict[str, dict[str, float]], steps: int) -> str:
     rows = []
     for name, result in results.items():
         speed = result["tokens_per_second"]
-        against = f"{speed / raw:.3f}" if raw else "-"
-        rows.append(f"| {name} | {speed:,.0f} | {against} | {result['peak_gib']:.2f} |\n")
+        ratio = f"{speed / raw:.3f}" if raw else "-"
+        rows.append(f"| {name} | {speed:,.0f} | {ratio} | {result['peak_gib']:.2f} |\n")
     return f"{head}| | tokens/s | of raw | peak GiB |\n| --- | --- | --- | --- |\n{''.join(rows)}"
 
 
 def measure(name: str, steps: int, small: bool) -> dict[str, float]:
+    """Runs one case and returns its speed, its peak memory and the loss of its last step."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,22 +131,23 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
         step = raw_step(sizes, tokens.to(device))
     else:
         training = {**training, "device": device, "batch_size": rows}
-        step = shoal_step(sizes, tokens, world, distributed, training, drawn=not large)
-    for _ in range(3):  # compiles, and lets memory settle
+        step = shoal_step(sizes, tokens, world, distributed, training, random_weights=not large)
+    for _ in range(3):  # the first steps compile and allocate
         step()
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     synchronise()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         loss = step()
     synchronise()
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {"tokens_per_second": steps * rows * length / seconds, "peak_gib": peak, "loss": loss.item()}
 
 
 def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
-    """The loop people write by hand: the whole model compiled, fp32 weights, autocast, fused AdamW, clipping."""
+    """Returns a training step in plain PyTorch: the whole model compiled, fp32 weights, autocast, fused AdamW,
+    clipping."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -174,9 +180,13 @@ def shoal_step(
     world: int,
     distributed: dict[str, Any],
     training: dict[str, Any],
-    drawn: bool = True,
+    random_weights: bool = True,
 ) -> Callable[[], Any]:
-    """`drawn` is whether weights are random: drawing billions takes minutes, and any will do to measure."""
+    """Returns a training step under a strategy of shoal.
+
+    Without `random_weights` all weights have the same value: drawing billions of numbers takes minutes, and their
+    values do not change the speed.
+    """
     if world > 1:
         fake_world(world)
 
@@ -198,8 +208,8 @@ def shoal_step(
     recipe, strategy = run.recipe_type(run.recipe_config), from_config(run.config)
     strategy.setup()
     model, weights = build(recipe.build_model, recipe.weights(), seed=0)
-    if not drawn:
-        weights = Weights("init", reset=all_alike)
+    if not random_weights:
+        weights = Weights("init", reset=fill_with_constant)
     plan = recipe.parallel_plan(model)
     model, optimizer = strategy.prepare(
         model, lambda m: build_optimizer(run.config.training, recipe.param_groups(m)), plan, weights
@@ -207,7 +217,7 @@ def shoal_step(
     rows = range(len(tokens))
     batch = MicroBatch({"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}, rows, rows)
     batches = [batch]
-    if stages := (distributed.get("mesh") or {}).get("pp"):  # the same tokens in as many micro-batches as a step fills
+    if stages := (distributed.get("mesh") or {}).get("pp"):  # the same tokens, split into two micro-batches per stage
         batches = [
             MicroBatch({key: value[i :: 2 * stages] for key, value in batch.data.items()}, rows[i::8], rows[i::8])
             for i in range(2 * stages)
@@ -221,15 +231,18 @@ def shoal_step(
     return step
 
 
-def all_alike(model: Any, module: Any) -> None:
+def fill_with_constant(model: Any, module: Any) -> None:
+    """Sets the parameters of a module to one value."""
     for parameter in module.parameters(recurse=False):
         parameter.data.fill_(0.02)
 
 
 def fake_world(size: int) -> None:
-    """This process as rank 0 of a world whose other ranks do not exist."""
+    """Makes this process rank 0 of a world whose other ranks do not exist."""
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public one
+    from torch.testing._internal.distributed.fake_pg import (
+        FakeStore,  # this import registers the backend; torch has no public one
+    )
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -1,11 +1,12 @@
-"""What a training loop costs: one small model on the CPU through shoal and its peers, in one run.
+"""Measures the overhead of a training loop: one small model on the CPU, with shoal and with other frameworks.
 
     python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json result.json]
 
-The model is so small that the loop is most of what there is to see; on a real one all of this is noise. Every peer
-trains the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate that
-changes at every update, and records the loss every 50 steps. Each is written as its own documentation writes it and
-lives in a process of its own. They take turns of 100 steps, so that whatever else the machine does falls on all alike.
+The model is so small that most of the time is overhead of the loop; with a real model this overhead is negligible. All
+frameworks train the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate
+that changes at every update, and record the loss every 50 steps. The code for each framework follows its documentation
+and runs in a separate process. The processes take turns of 100 steps, so that other load on the machine affects all of
+them equally.
 """
 
 from __future__ import annotations
@@ -44,24 +45,25 @@ TURN, WARMUP = 100, 3  # steps; turns
 
 
 class Stopwatch:
-    """Ticks whenever the model is called. At the end of a turn it says what the turn took and waits for the next."""
+    """Counts the calls of the model. At the end of a turn it reports the time of the turn and waits for the next."""
 
-    line: Connection
-    began = 0.0
+    connection: Connection
+    turn_start = 0.0
 
     def __init__(self) -> None:
         self.ticks = 0
         self.calls: Counter[str] = Counter()
 
     def tick(self) -> None:
+        """Counts one step; the model calls it in every forward."""
         self.ticks += 1
         if self.ticks % TURN == 0:
             sys.setprofile(None)
-            # CPU time: nothing here waits, and other processes disturb it less than the time on the wall.
-            self.line.send((time.process_time() - self.began, self.calls))
+            # CPU time: nothing in the loop waits, and other processes affect CPU time less than wall-clock time.
+            self.connection.send((time.process_time() - self.turn_start, self.calls))
             self.calls.clear()
-            sys.setprofile(self._count if self.line.recv() == "count" else None)
-            self.began = time.process_time()
+            sys.setprofile(self._count if self.connection.recv() == "count" else None)
+            self.turn_start = time.process_time()
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
@@ -72,6 +74,8 @@ stopwatch = Stopwatch()
 
 
 class Network(nn.Module):
+    """A small classifier that calls the stopwatch in every forward."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -84,7 +88,7 @@ class Network(nn.Module):
 
 
 class Samples:
-    """A map-style dataset of dicts: one epoch."""
+    """A map-style dataset of dicts that is as long as the run."""
 
     def __init__(self, steps: int):
         self.x = torch.randn(BATCH * steps, WIDTH)
@@ -98,7 +102,7 @@ class Samples:
 
 
 def build(steps: int) -> tuple[nn.Module, AdamW, LambdaLR, DataLoader[Any]]:
-    """For everyone but shoal and the Hugging Face Trainer, which build the same by themselves."""
+    """Builds model, optimizer, schedule and data. shoal and the Hugging Face Trainer build the same by themselves."""
     model = Network()
     weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
     groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
@@ -113,7 +117,7 @@ def record(folder: Path, step: int, loss: Tensor) -> None:
 
 
 def raw(folder: Path, steps: int) -> None:
-    """By hand: no resuming, no check for gradients that are not finite, no rates, no seeds per step."""
+    """Trains in plain PyTorch: no resuming, no check for NaN gradients, no throughput, no seed per step."""
     model, optimizer, schedule, loader = build(steps)
     for step, batch in enumerate(loader):
         loss = cross_entropy(model(batch["x"]), batch["labels"])
@@ -127,8 +131,9 @@ def raw(folder: Path, steps: int) -> None:
 
 
 def shoal(folder: Path, steps: int) -> None:
-    """Also, in every step: a seed of its own, the loss over what was counted, the position in the data, and no update
-    if the gradient is not finite. In every record: the norm, rates, memory, skipped updates."""
+    """Trains with shoal. Every step also seeds the generators, divides the loss by the counted samples, tracks the
+    position in the data, and skips the update if the gradient is not finite. Every record also has the gradient norm,
+    the throughput, the memory and the skipped updates."""
     from shoal.config import Run
     from shoal.config.schema import Config
     from shoal.recipes import Recipe
@@ -147,11 +152,11 @@ def shoal(folder: Path, steps: int) -> None:
         def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
             return cross_entropy(output, batch["labels"], reduction="sum")
 
-    optimisation = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_NORM}
+    optimizer_keys = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_NORM}
     config = {
         "recipe": "loop_overhead:Classify",
         "experiment": {"output_dir": str(folder)},
-        "training": {"max_steps": steps, "batch_size": BATCH, **optimisation},
+        "training": {"max_steps": steps, "batch_size": BATCH, **optimizer_keys},
         "logging": {"every": LOG_EVERY, "console": "off", "tensorboard": False},
         "checkpoint": {"every": None},
     }
@@ -159,7 +164,7 @@ def shoal(folder: Path, steps: int) -> None:
 
 
 def fabric(folder: Path, steps: int) -> None:
-    """Its clipping raises an error if the gradient is not finite; the rest is as in raw."""
+    """Trains with Lightning Fabric. Its clipping raises an error for NaN gradients; the rest is as in raw."""
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import CSVLogger
 
@@ -178,7 +183,7 @@ def fabric(folder: Path, steps: int) -> None:
 
 
 def accelerate(folder: Path, steps: int) -> None:
-    """Ready for accumulation; the rest is as in raw."""
+    """Trains with Accelerate, which also handles gradient accumulation; the rest is as in raw."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -197,14 +202,14 @@ def accelerate(folder: Path, steps: int) -> None:
 
 
 def hf_trainer(folder: Path, steps: int) -> None:
-    """A whole trainer with callbacks; it keeps its records in memory."""
+    """Trains with the Hugging Face Trainer, which has callbacks; it keeps its records in memory."""
     from transformers import Trainer, TrainingArguments
 
-    optimisation = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_NORM}
+    optimizer_keys = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_NORM}
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": LOG_EVERY}
     data = {"per_device_train_batch_size": BATCH, "remove_unused_columns": False, "dataloader_pin_memory": False}
     schedule = {"optim": "adamw_torch_fused", "lr_scheduler_type": "cosine", "max_steps": steps}
-    arguments = TrainingArguments(str(folder), use_cpu=True, **optimisation, **schedule, **data, **quiet)
+    arguments = TrainingArguments(str(folder), use_cpu=True, **optimizer_keys, **schedule, **data, **quiet)
 
     def loss(output: Tensor, labels: Tensor, num_items_in_batch: int | None = None) -> Tensor:
         return cross_entropy(output, labels)
@@ -213,7 +218,7 @@ def hf_trainer(folder: Path, steps: int) -> None:
 
 
 def lightning(folder: Path, steps: int) -> None:
-    """A whole trainer with hooks, callbacks and metrics."""
+    """Trains with the Trainer of Lightning, which has hooks, callbacks and metrics."""
     from lightning import LightningModule, Trainer
     from lightning.pytorch.loggers import CSVLogger
 
@@ -238,7 +243,7 @@ def lightning(folder: Path, steps: int) -> None:
     trainer.fit(Classify(), loader)
 
 
-PEERS = {  # the first package names the version; calls into all of them are the peer's own
+PEERS = {  # the version is that of the first package; calls into any of the packages count as the framework's
     "raw": (raw, ["torch"]),
     "shoal": (shoal, ["shoal"]),
     "fabric": (fabric, ["lightning"]),
@@ -248,10 +253,10 @@ PEERS = {  # the first package names the version; calls into all of them are the
 }
 
 
-def work(name: str, turns: int, line: Connection) -> None:
-    """The peer's process."""
+def work(name: str, turns: int, connection: Connection) -> None:
+    """Trains with one framework; this runs in its process."""
     torch.manual_seed(0)
-    stopwatch.line = line
+    stopwatch.connection = connection
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
         stack.enter_context(contextlib.redirect_stdout(nowhere))
@@ -262,55 +267,58 @@ def work(name: str, turns: int, line: Connection) -> None:
 
 @dataclass(frozen=True)
 class Result:
+    """What was measured for one framework."""
+
     peer: str
     version: str
     microseconds: list[float]
-    """Per step, one number for each turn."""
+    """The time per step, one number for each turn."""
     calls: float
-    """Python functions called per step."""
+    """The number of Python function calls per step."""
     own_calls: float
-    """Those of them in the framework's own code."""
+    """The number of these calls that are in the framework's code."""
 
 
 def compare(names: list[str], turns: int) -> list[Result]:
+    """Runs the frameworks in turns and returns what was measured for each."""
     context = multiprocessing.get_context("spawn")
     plan = ["time"] * (WARMUP + turns) + ["count"]
-    said: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
-    lines, processes = {}, []
+    turns_by_name: dict[str, list[tuple[float, Counter[str]]]] = {name: [] for name in names}
+    connections, processes = {}, []
     for name in names:
-        lines[name], theirs = context.Pipe()
-        processes.append(context.Process(target=work, args=(name, len(plan) + 1, theirs), daemon=True))
+        connections[name], child_connection = context.Pipe()
+        processes.append(context.Process(target=work, args=(name, len(plan) + 1, child_connection), daemon=True))
         processes[-1].start()
-        theirs.close()
-        lines[name].recv()  # it has taken its first turn
-    for what in plan:
-        for name, line in lines.items():
-            line.send(what)
-            said[name].append(line.recv())
-    for line, process in zip(lines.values(), processes, strict=True):
-        line.send("finish")
+        child_connection.close()
+        connections[name].recv()  # it has finished its first turn
+    for kind_of_turn in plan:
+        for name, connection in connections.items():
+            connection.send(kind_of_turn)
+            turns_by_name[name].append(connection.recv())
+    for connection, process in zip(connections.values(), processes, strict=True):
+        connection.send("finish")
         process.join()
 
     results = []
     for name in names:
-        *timed, (_, calls) = said[name]
+        *timed, (_, calls) = turns_by_name[name]
         _, packages = PEERS[name]
-        homes = tuple(str(Path(find_spec(package).origin).parent) for package in packages)
-        own_calls = sum(number for file, number in calls.items() if file.startswith(homes))
+        folders = tuple(str(Path(find_spec(package).origin).parent) for package in packages)
+        own_calls = sum(number for file, number in calls.items() if file.startswith(folders))
         microseconds = [seconds / TURN * 1e6 for seconds, _ in timed[WARMUP:]]
         results.append(Result(name, version(packages[0]), microseconds, calls.total() / TURN, own_calls / TURN))
     return results
 
 
 def table(results: list[Result]) -> str:
-    """Medians over the turns; behind ± the standard error of one."""
-    base = next((r.microseconds for r in results if r.peer == "raw"), None)
-    lines = [f"{'':20}{'µs/step':>9}{'middle half':>13}{'over raw':>13}{'calls/step':>12}{'its own':>9}"]
+    """Returns the table of results: medians over the turns, and after ± the standard error of the median."""
+    raw_times = next((r.microseconds for r in results if r.peer == "raw"), None)
+    lines = [f"{'':20}{'µs/step':>9}{'middle half':>13}{'over raw':>13}{'calls/step':>12}{'own':>9}"]
     for r in results:
         low, middle, high = statistics.quantiles(r.microseconds, n=4)
         over_raw = "-"
-        if base and r.peer != "raw":
-            differences = [a - b for a, b in zip(r.microseconds, base, strict=True)]
+        if raw_times and r.peer != "raw":
+            differences = [a - b for a, b in zip(r.microseconds, raw_times, strict=True)]
             first, second, third = statistics.quantiles(differences, n=4)
             over_raw = f"{second:+.0f} ± {0.93 * (third - first) / math.sqrt(len(differences)):.0f}"
         own = "-" if r.peer == "raw" else f"{r.own_calls:.0f}"
@@ -320,16 +328,20 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a training loop costs, beside its peers.")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
-    parser.add_argument("--turns", type=int, default=40, help=f"of {TURN} steps for each peer; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser = argparse.ArgumentParser(description="Measures the overhead of training loops.")
+    parser.add_argument(
+        "--peers", default=",".join(PEERS), help="the frameworks to measure, separated by commas; default: %(default)s"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=40, help=f"the number of turns of {TURN} steps for each; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results as JSON to this path")
     options = parser.parse_args()
     names = options.peers.split(",")
     if unknown := [name for name in names if name not in PEERS]:
-        parser.error(f"--peers: {unknown[0]!r} is none of {', '.join(PEERS)}")
+        parser.error(f"--peers {unknown[0]}: unknown; use one of {', '.join(PEERS)}")
     if options.turns < 2:
-        parser.error(f"--turns = {options.turns}: a spread needs at least 2")
+        parser.error(f"--turns {options.turns}: it must be at least 2")
 
     missing = [name for name in names if not all(map(find_spec, PEERS[name][1]))]
     results = compare([name for name in names if name not in missing], options.turns)

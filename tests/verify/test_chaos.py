@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as one that nobody touched, and the command notices when it does not."""
+"""A run whose processes are killed ends like an uninterrupted one, and `shoal chaos` notices if it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_run_survives(toy: ToyRun) -> None:
     assert verdict["passed"]
     assert len(verdict["kills"]) == 1
     assert {kill["victim"] for kill in verdict["kills"]} <= {"rank 0", "rank 1", "the launcher"}
-    assert not list(toy.folder.glob("*chaos*"))  # nothing is left where nothing is to be looked at
+    assert not list(toy.folder.glob("*chaos*"))  # the folders are removed if the runs agree
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_a_run_survives(toy: ToyRun) -> None:
 def test_the_logs_of_a_run_that_was_killed_five_times(
     toy: ToyRun, change_recipe: Callable[[str, str], None], procs: int
 ) -> None:
-    """What TensorBoard shows too, numbers and texts."""
+    """Compares the numbers and texts of TensorBoard too."""
     preview = '    def preview(self, model):\n        return f"{model[0].bias.sum()}"\n\n'
     change_recipe("    def loss", f"{preview}    def loss")
     change_recipe('return {"x"', 'import time; time.sleep(0.01); return {"x"')

@@ -1,4 +1,4 @@
-"""Layouts compute the same training, and the prover notices when one does not."""
+"""`prove` confirms that layouts compute the same training, and notices if one does not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, word
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
-    """Equal numbers are not enough."""
+    """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)
     runner = on(pool2, partial(trace_with, "gathers everything"), adamw=False)
     (verdict,) = prove(run, 2, ["ddp"], runner=runner)
@@ -181,7 +181,7 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
 
 @pytest.fixture
 def command_on_pool(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shoal verify` starts no processes but uses the pool's; tests/test_docs.py has it start its own."""
+    """Makes `shoal verify` use the processes of the pool; tests/test_docs.py tests it with new processes."""
     monkeypatch.setattr("shoal.verify.prove", partial(prove, runner=on(pool2)))
 
 
