@@ -37,9 +37,8 @@ def tokens_per_second(folder: str, together: bool, steps: int) -> float:
         "logging": {"every": steps, "console": "off", "tensorboard": False},
         "checkpoint": {"every": None},
     }
-    return train(check_run(run)).metrics[
-        "train/tokens_per_second"
-    ]  # counted from the end of the first step, which is logged too
+    # The speed is counted from the end of the first step, because the first step is logged too.
+    return train(check_run(run)).metrics["train/tokens_per_second"]
 
 
 def main() -> None:

@@ -235,7 +235,10 @@ def checkpoint_problems(uninterrupted: Path, killed: Path, allowed: float | None
         f"{key}: {a} in the uninterrupted run, {b} in the killed run" for key, (a, b) in difference.position.items()
     ]
     problems += [f"{name} is in only one of the checkpoints" for name in (*difference.only_in_a, *difference.only_in_b)]
-    return problems + [f"{found.name} differs by {found.relative} of its largest value" for found in difference.tensors]
+    for tensor in difference.tensors:
+        how = tensor.problem or f"differs by {tensor.relative:.1e} of its largest value"
+        problems.append(f"{tensor.name}: {how}")
+    return problems
 
 
 def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> list[str]:

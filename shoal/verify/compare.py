@@ -8,7 +8,7 @@ from math import inf, isfinite, isnan
 import torch
 from torch import Tensor
 
-from shoal.verify.expected_work import ExpectedWork, Range
+from shoal.verify.expected_work import PLAIN_NAMES, ExpectedWork, Range
 from shoal.verify.trace import Trace
 
 
@@ -149,15 +149,16 @@ def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -
     details, passed = [], True
     for kind in sorted(kinds | {kind for kind, allowed in expected.collectives.items() if allowed.low}):
         sent = max(rank.collective_bytes.get(kind, 0) for rank in ranks) / gradient_bytes
-        allowed = expected.collectives.get(kind, Range(0, 0))
+        name, allowed = PLAIN_NAMES.get(kind, kind), expected.collectives.get(kind, Range(0, 0))
         if allowed.high == inf:
             passed = passed and sent >= allowed.low
-            details.append(f"{kind.strip('_')} {sent:.2f} (depends on the batch)")
+            details.append(f"{name} {sent:.2f} (depends on the batch)")
         elif sent > negligible or allowed.high:
             tolerance = negligible + 0.02 * allowed.high
             passed = passed and allowed.low - tolerance <= sent <= allowed.high + tolerance
-            details.append(f"{kind.strip('_')} {sent:.2f} (expected {allowed})")
-    return Check("collectives", passed, "; ".join(details) or "none")
+            details.append(f"{name} {sent:.2f} (expected {allowed})")
+    unit = "bytes sent per step, relative to the bytes of all trained parameters: "
+    return Check("collectives", passed, unit + "; ".join(details) if details else "none")
 
 
 def _norm(named: dict[str, Tensor]) -> float:

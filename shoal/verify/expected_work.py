@@ -22,6 +22,13 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
     "allreduce",
     "alltoall_base",
 )
+PLAIN_NAMES = {
+    ALL_GATHER: "all-gather",
+    REDUCE_SCATTER: "reduce-scatter",
+    ALL_REDUCE: "all-reduce",
+    ALL_TO_ALL: "all-to-all",
+    "allgather": "all-gather of lists",
+}
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
     about = {key: checkpoint.manifest[key] for key in ("layout", "batches", "config")}
     write_checkpoint(end, state, {**checkpoint.trainer, "samples": 41}, about)
     problems = "\n".join(checkpoint_problems(*ends, None))
-    assert "model/0.weight differs" in problems
+    assert "model/0.weight: differs by " in problems
     assert "samples: 40 in the uninterrupted run, 41 in the killed run" in problems
     log = ends[1] / "metrics.jsonl"
     drop_last_line(log)
