@@ -31,17 +31,17 @@ def chaos(
     run = load_run(config, overrides or ())
     parent = Path(run.config.output_dir).parent
     parent.mkdir(parents=True, exist_ok=True)
-    report = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    on_line = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
     folder = Path(tempfile.mkdtemp(prefix=f"{run.config.experiment.name}-chaos-", dir=parent))
-    verdict = run_chaos(config, overrides or [], run, folder / "runs", kills, seed, report)
+    verdict = run_chaos(config, overrides or [], run, folder / "runs", kills, seed, on_line)
     if verdict.passed:
         shutil.rmtree(folder)
     if as_json:
         print(json.dumps(verdict.as_dict(), indent=1))
     elif verdict.passed:
-        how = "bit-equal" if verdict.allowed is None else f"within {verdict.allowed:.1e}, as two undisturbed runs are"
-        print(f"survived {len(verdict.kills)} kills; the final state is {how}, and so is the log")
+        how = "bit for bit" if verdict.allowed is None else f"within the allowed difference of {verdict.allowed:.1e}"
+        print(f"same result after {len(verdict.kills)} kills as without interruption: checkpoint and logs agree {how}")
     else:
-        print("NOT the same as an undisturbed run:", *verdict.problems[:10], f"the runs are in {folder}", sep="\n  ")
+        print("NOT the same result as without interruption:", *verdict.problems[:10], f"see {folder}", sep="\n  ")
     if not verdict.passed:
         raise typer.Exit(1)

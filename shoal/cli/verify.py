@@ -30,9 +30,11 @@ def verify(
     from shoal.verify import print_verdict, prove
 
     layouts = [name for name in strategies.split(",") if name] or None
-    report = (lambda verdict: None) if as_json else print_verdict
-    warn = partial(print, file=sys.stderr if as_json else sys.stdout)
-    verdicts = prove(load_run(config, overrides or ()), procs, layouts, steps, told=report, warn=warn)
+    on_verdict = (lambda verdict: None) if as_json else print_verdict
+    on_warning = partial(print, file=sys.stderr if as_json else sys.stdout)
+    verdicts = prove(
+        load_run(config, overrides or ()), procs, layouts, steps, on_verdict=on_verdict, on_warning=on_warning
+    )
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     if not all(verdict.passed for verdict in verdicts):

@@ -1,4 +1,4 @@
-"""The equality prover behind `shoal verify` and behind the tests."""
+"""Proves that layouts compute the same training (`shoal verify`) and that killed runs end the same (`shoal chaos`)."""
 
 from shoal.verify.prove import Verdict, prove
 from shoal.verify.show import print_verdict

@@ -1,7 +1,7 @@
-"""Kills a run at random, again and again, and compares its end with that of a run nobody touched.
+"""Kills processes of a run at random, and checks that the run ends exactly like an uninterrupted one.
 
-The run is the user's own, started as they would start it, in folders of its own. The killer stands outside: it picks a
-process of the run, waits for a moment in a step, an evaluation or a save, and sends SIGKILL.
+The run is the user's own run, started with the same command in a new folder. The killer is outside of the run: it picks
+a process, waits for a random moment in a step, an evaluation or a save, and sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from shoal.config import Run
 from shoal.errors import UserError
 from shoal.processes.detect import rank_in
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 _DELAYS = {"in a step": 0.3, "in a save": 0.02, "in an evaluation": 0.1}
-"""The moments to kill at: how many seconds after one began, at most."""
-_TIMES = ("_per_second", "seconds", "memory_gib", "mfu")
-"""Metrics that no two runs share."""
+"""The kinds of moments at which a process is killed, and how many seconds after the moment began at most."""
+_VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
+"""Endings of metrics that differ between any two runs."""
 
 Start = Callable[[Path], "subprocess.Popen[str]"]
 Log = dict[str, list[tuple[int, object]]]
-"""tag → steps and values."""
+"""The (step, value) pairs of each tag."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One process, and where the run was then."""
+    """A process that was killed, and where the run was."""
 
     victim: str
     moment: str
@@ -47,16 +47,20 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The result of comparing the killed run with the uninterrupted one."""
+
     kills: list[Kill]
     problems: list[str]
     allowed: float | None
-    """How far apart two undisturbed runs were, where hardware does not repeat; None if it does."""
+    """How much a tensor may differ, relative to its largest value: twice as much as between two uninterrupted runs.
+    None if this hardware computes the same bits in every run, so that nothing may differ."""
 
     @property
     def passed(self) -> bool:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the verdict as plain data, for JSON."""
         return {"passed": self.passed, **asdict(self)}
 
 
@@ -67,26 +71,34 @@ def chaos(
     folder: Path,
     kills: int,
     seed: int = 0,
-    told: Callable[[str], None] = lambda line: None,
+    on_line: Callable[[str], None] = lambda line: None,
 ) -> Verdict:
-    """`run` is what config and overrides resolve to; `folder` has to be new, and holds all runs."""
+    """Trains without interruption, trains again while killing processes, and compares the two runs.
+
+    `run` is the resolved config with its overrides. `folder` must not exist yet; all runs are inside it. Progress goes
+    to `on_line`, line by line.
+    """
     folder.mkdir(parents=True)
     start = partial(_start, config, overrides, kills + 3)
-    told("undisturbed run")
-    undisturbed = _to_its_end(start, folder / "undisturbed")
+    on_line("training without interruption")
+    uninterrupted = _train_to_the_end(start, folder / "uninterrupted")
     allowed = None
-    if not _repeats(run):
-        told("undisturbed run again: this hardware does not repeat to the bit, and the difference is what is allowed")
-        difference = diff(_last_checkpoint(undisturbed), _last_checkpoint(_to_its_end(start, folder / "again")))
+    if not _is_deterministic(run):
+        on_line(
+            "training without interruption again: this hardware is not deterministic, so some difference is allowed"
+        )
+        difference = diff(
+            _last_checkpoint(uninterrupted), _last_checkpoint(_train_to_the_end(start, folder / "uninterrupted_again"))
+        )
         allowed = 2 * max((found.relative or 0.0 for found in difference.tensors), default=0.0)
-    disturbed = folder / "disturbed"
-    killed = _Killer(start, disturbed, run, random.Random(seed), told).kill(kills)
-    problems = checkpoint_problems(undisturbed, disturbed, allowed) + log_problems(undisturbed, disturbed, allowed)
-    return Verdict(killed, problems, allowed)
+    killed = folder / "killed"
+    done = _Killer(start, killed, run, random.Random(seed), on_line).kill(kills)
+    problems = checkpoint_problems(uninterrupted, killed, allowed) + log_problems(uninterrupted, killed, allowed)
+    return Verdict(done, problems, allowed)
 
 
 def _start(config: Path, overrides: Sequence[str], max_restarts: int, folder: Path) -> subprocess.Popen[str]:
-    """Starts the user's run in this folder."""
+    """Starts the user's run with this folder as its output folder."""
     keys = {
         "experiment.output_dir": folder,
         "logging.every": 1,
@@ -101,81 +113,86 @@ def _start(config: Path, overrides: Sequence[str], max_restarts: int, folder: Pa
         return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
-def _to_its_end(start: Start, folder: Path) -> Path:
+def _train_to_the_end(start: Start, folder: Path) -> Path:
     if code := start(folder).wait():
-        raise UserError(f"the undisturbed run failed with {code}; see {folder / 'chaos.log'}")
+        raise UserError(f"the uninterrupted run failed with exit code {code}; see {folder / 'chaos.log'}")
     return folder
 
 
 class _Killer:
-    def __init__(self, start: Start, folder: Path, run: Run, rng: random.Random, told: Callable[[str], None]) -> None:
-        self.start, self.folder, self.rng, self.told = start, folder, rng, told
+    """Starts a run, and kills its processes."""
+
+    def __init__(
+        self, start: Start, folder: Path, run: Run, rng: random.Random, on_line: Callable[[str], None]
+    ) -> None:
+        self.start, self.folder, self.rng, self.on_line = start, folder, rng, on_line
         self.eval_steps = run.config.training.eval_steps
         self.launcher_name = "the process" if run.config.launch.procs_per_node == 1 else "the launcher"
         self.process = start(folder)
 
     def kill(self, times: int) -> list[Kill]:
-        """Kills as often, starting the run again where its launcher died, and lets it come to its end."""
+        """Kills a process `times` times, starts the run again if its launcher was killed, and waits until it ends."""
         kills: list[Kill] = []
         while len(kills) < times and (kill := self._kill_once()):
             kills.append(kill)
-            self.told(f"kill {len(kills)} of {times}: {kill.victim}, {kill.moment}, after step {kill.after_step}")
+            self.on_line(f"kill {len(kills)} of {times}: {kill.victim} {kill.moment}, after step {kill.after_step}")
         if len(kills) < times:
-            self.told(f"the run ended after {len(kills)} kills; give it more steps for more")
+            self.on_line(f"the run ended after {len(kills)} of {times} kills; raise training.max_steps for more")
         while self.process.wait() != 0:
             self._start_again()
         return kills
 
     def _kill_once(self) -> Kill | None:
-        """None if the run came to its end before."""
+        """Kills one process; returns None if the run ended first."""
         while self.process.poll() != 0:
             moment = self.rng.choice([moment for moment in _DELAYS if self.eval_steps or moment != "in an evaluation"])
-            before = self._step()
-            while not self._is_at(moment, before):
+            step_before = self._step()
+            while not self._is_at(moment, step_before):
                 if self.process.poll() is not None and not self._start_again():
                     return None
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             time.sleep(self.rng.random() * _DELAYS[moment])
             if self.process.poll() is None:
                 pid, name = self.rng.choice([*_workers(self.process.pid), (self.process.pid, self.launcher_name)])
                 step = self._step()
                 try:
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:  # it came to its end by itself
+                except ProcessLookupError:  # the process has just ended
                     continue
-                self._wait_for_its_end(pid)
+                self._wait_until_dead(pid)
                 return Kill(name, moment, step)
         return None
 
-    def _is_at(self, moment: str, before: int) -> bool:
-        """Whether the run has got on since the last kill, and is about to be where it is to be killed."""
+    def _is_at(self, moment: str, step_before: int) -> bool:
+        """Returns whether the run is saving, or has made a new step after which the moment begins."""
         if moment == "in a save":
             return any((self.folder / "checkpoints").glob(".step_*.part"))
         step = self._step()
-        return step > before and (moment == "in a step" or step % (self.eval_steps or 1) == 0)
+        return step > step_before and (moment == "in a step" or step % (self.eval_steps or 1) == 0)
 
     def _step(self) -> int:
-        """The last step in the log."""
+        """Returns the last step in the log, or 0."""
         try:
             return int(json.loads((self.folder / "metrics.jsonl").read_bytes().splitlines()[-1])["step"])
         except (OSError, IndexError, ValueError, KeyError):
             return 0
 
-    def _wait_for_its_end(self, pid: int) -> None:
+    def _wait_until_dead(self, pid: int) -> None:
+        """Waits until a killed process is gone; starts the run again if it was the launcher."""
         if pid == self.process.pid:
             self.process.wait()
             self._start_again()
             return
         deadline = time.monotonic() + 60
         while Path(f"/proc/{pid}").exists() and self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _start_again(self) -> bool:
-        """Whether there is still something to do for the run."""
+        """Starts the run again if its launcher was killed; returns False if the run is finished."""
         code = self.process.returncode
         if code > 0:
             raise UserError(
-                f"the disturbed run failed with {code} instead of going on; see {self.folder / 'chaos.log'}"
+                f"the run failed with exit code {code} after a kill and did not resume; see {self.folder / 'chaos.log'}"
             )
         if code < 0:
             self.process = self.start(self.folder)
@@ -183,13 +200,13 @@ class _Killer:
 
 
 def _workers(launcher: int) -> list[tuple[int, str]]:
-    """The processes that a launcher has started, by rank."""
+    """Returns the process id and name of each rank that a launcher has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             variables = (folder / "environ").read_text().split("\0") if parent == launcher else []
-        except (OSError, ValueError, IndexError):  # it has ended
+        except (OSError, ValueError, IndexError):  # the process has just ended
             continue
         rank = rank_in(dict(variable.split("=", 1) for variable in variables if "=" in variable))
         if rank is not None:
@@ -197,8 +214,8 @@ def _workers(launcher: int) -> list[tuple[int, str]]:
     return found
 
 
-def _repeats(run: Run) -> bool:
-    """Whether the same work gives the same bits."""
+def _is_deterministic(run: Run) -> bool:
+    """Returns whether two runs compute the same bits."""
     import torch
 
     on_cpu = run.config.training.device == "cpu" or not torch.accelerator.is_available()
@@ -207,36 +224,44 @@ def _repeats(run: Run) -> bool:
 
 def _last_checkpoint(folder: Path) -> Checkpoint:
     if (path := find_latest_checkpoint(folder)) is None:
-        raise UserError(f"{folder} has no good checkpoint at its end")
+        raise UserError(f"{folder} has no valid checkpoint; see {folder / 'chaos.log'}")
     return open_step_folder(path)
 
 
-def checkpoint_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
-    difference = diff(_last_checkpoint(undisturbed), _last_checkpoint(disturbed), allowed)
-    problems = [f"{key}: {a} undisturbed, {b} disturbed" for key, (a, b) in difference.position.items()]
-    problems += [f"{name} is only in one of them" for name in (*difference.only_in_a, *difference.only_in_b)]
-    return problems + [f"{found.name} differs by {found.relative} of its largest value" for found in difference.tensors]
+def checkpoint_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> list[str]:
+    """Compares the last checkpoints of two runs: weights, optimizer state and position."""
+    difference = diff(_last_checkpoint(uninterrupted), _last_checkpoint(killed), allowed)
+    problems = [
+        f"{key}: {a} in the uninterrupted run, {b} in the killed run" for key, (a, b) in difference.position.items()
+    ]
+    problems += [f"{name} is in only one of the checkpoints" for name in (*difference.only_in_a, *difference.only_in_b)]
+    for tensor in difference.tensors:
+        how = tensor.problem or f"differs by {tensor.relative:.1e} of its largest value"
+        problems.append(f"{tensor.name}: {how}")
+    return problems
 
 
-def log_problems(undisturbed: Path, disturbed: Path, allowed: float | None) -> list[str]:
-    """A killed run's log, and what TensorBoard shows of it, is the other's: each tag, each step once."""
+def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> list[str]:
+    """Compares metrics.jsonl and the TensorBoard files of two runs: every tag must have the same steps and values."""
     problems = []
     for name, read in (("metrics.jsonl", read_metrics), ("tensorboard", read_tensorboard)):
-        if not (undisturbed / name).exists():
+        if not (uninterrupted / name).exists():
             continue
-        a, b = read(undisturbed / name), read(disturbed / name)
-        problems += [f"{name} has {tag} in only one of them" for tag in sorted(a.keys() ^ b.keys())]
+        a, b = read(uninterrupted / name), read(killed / name)
+        problems += [f"{name}: {tag} is in only one of the runs" for tag in sorted(a.keys() ^ b.keys())]
         for tag in sorted(a.keys() & b.keys()):
             if [step for step, _ in a[tag]] != [step for step, _ in b[tag]]:
-                problems.append(f"{name} has {len(b[tag])} points of {tag}, the undisturbed one {len(a[tag])}")
-            elif allowed is None and not tag.endswith(_TIMES) and a[tag] != b[tag]:
+                problems.append(
+                    f"{name}: {len(b[tag])} values of {tag} in the killed run, {len(a[tag])} in the uninterrupted run"
+                )
+            elif allowed is None and not tag.endswith(_VARYING_METRICS) and a[tag] != b[tag]:
                 step = next(one[0] for one, other in zip(a[tag], b[tag], strict=True) if one != other)
-                problems.append(f"{name} differs in {tag} at step {step}")
+                problems.append(f"{name}: {tag} differs at step {step}")
     return problems
 
 
 def read_metrics(path: Path) -> Log:
-    """The lines themselves are the tag `line`: which names each has."""
+    """Returns the values of a metrics.jsonl by tag. The tag `line` has the keys of each line."""
     log: Log = {}
     for row in map(json.loads, path.read_text().splitlines()):
         for tag, value in {**row, "line": [*row]}.items():
@@ -245,12 +270,12 @@ def read_metrics(path: Path) -> Log:
 
 
 def read_tensorboard(folder: Path) -> Log:
-    """Numbers and texts."""
+    """Returns the numbers and texts of TensorBoard's files by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
-    # Numbers as text, where NaN equals NaN.
+    # Numbers become text, so that NaN equals NaN.
     log: Log = {tag: [(event.step, str(event.value)) for event in events.Scalars(tag)] for tag in tags["scalars"]}
     texts = {tag: events.Tensors(tag) for tag in tags["tensors"]}
     return log | {tag: [(e.step, e.tensor_proto.SerializeToString()) for e in found] for tag, found in texts.items()}

@@ -1,4 +1,4 @@
-"""When two layouts computed the same training, and when a layout did the work it promises."""
+"""Compares a layout with one device: did it compute the same training, and did it do the work that it should?"""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import inf, isfinite, isnan
 import torch
 from torch import Tensor
 
-from shoal.verify.promises import Promise, Range
+from shoal.verify.expected_work import PLAIN_NAMES, ExpectedWork, Range
 from shoal.verify.trace import Trace
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question asked of a layout, and the answer in words."""
+    """The result of one comparison, with the measured value in words."""
 
     name: str
     passed: bool
@@ -23,10 +23,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart rounding may take two layouts.
+    """How much two layouts may differ because of rounding.
 
-    A gradient tensor: ‖g−g′‖ ≤ gradient·‖g‖ + floor·‖G‖, G being all of them. Weights after some steps:
-    ‖w−w′‖ ≤ weights·‖w−w₀‖ + floor·‖w‖: what is stored in fp32 cannot be compared more finely than it is stored.
+    For a gradient tensor: ‖g−g′‖ ≤ gradient·‖g‖ + floor·‖G‖, where G is the gradient of all parameters. For weights
+    after some steps: ‖w−w′‖ ≤ weights·‖w−w₀‖ + floor·‖w‖. The floor is the precision of the stored numbers.
     """
 
     gradient: float
@@ -42,52 +42,52 @@ BOUNDS = {
     "fp16": Bounds(3e-3, 1e-2, 1e-1, 1e-4),
     "fp8": Bounds(1e-1, 2e-1, 5e-1, 1e-2),
 }
-"""By the precision that matrix products are computed in. The half types are bounds of rounding, not of proof."""
+"""By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large."""
 
 
-def compare(reference: Trace, ranks: list[Trace], promise: Promise, precision: str) -> list[Check]:
-    """All checks of one layout against one device."""
+def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precision: str) -> list[Check]:
+    """Returns all checks of one layout; `reference` is the trace of one device."""
     bounds = BOUNDS[precision]
     first = ranks[0]
     weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights, bounds.sgd_weights)}
     if reference.adamw_weights:
         weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights, bounds.adamw_weights)
     return [
-        _desync(ranks),
+        _ranks_agree(ranks),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
-        _same_start(reference, first),
+        _initial_weights(reference, first),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
-        _gradients("gradients later", reference.later_gradients, first.later_gradients, bounds),
+        _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
         *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
-        *_work(reference, ranks, promise),
+        *_work(reference, ranks, expected),
     ]
 
 
-def _desync(ranks: list[Trace]) -> Check:
-    found = next((rank.desync for rank in ranks if rank.desync), "")
-    return Check("ranks agree", not found, found or "samples and gradients, over all ranks")
+def _ranks_agree(ranks: list[Trace]) -> Check:
+    problem = next((rank.desync for rank in ranks if rank.desync), "")
+    return Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients")
 
 
 def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]], bound: float) -> Check:
-    worst, where = 0.0, "equal on all ranks"
+    worst, detail = 0.0, "equal on all ranks"
     for rank, values in enumerate(by_rank):
         for step, (a, b) in enumerate(zip(expected, values, strict=True)):
             error = abs(a - b) / max(abs(a), 1e-12) if isfinite(a) and isfinite(b) else inf
             if error > worst:
-                worst, where = error, f"{b:.7g} on rank {rank} at step {step + 1}, {a:.7g} on one device"
-    return Check(name, worst <= bound, f"{worst:.1e}: {where}")
+                worst, detail = error, f"{b:.7g} on rank {rank} at step {step + 1}, {a:.7g} on one device"
+    return Check(name, worst <= bound, f"largest relative difference {worst:.1e}: {detail}")
 
 
-def _same_start(reference: Trace, layout: Trace) -> Check:
-    different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, layout.start[name])]
-    detail = f"{different[0]} and {len(different) - 1} more differ" if different else "bit-equal"
-    return Check("first weights", not different, detail)
+def _initial_weights(reference: Trace, trace: Trace) -> Check:
+    different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, trace.start[name])]
+    detail = f"{different[0]} and {len(different) - 1} other tensors differ" if different else "bit-equal"
+    return Check("initial weights", not different, detail)
 
 
 def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds) -> Check:
     if missing := expected.keys() ^ got.keys():
-        return Check(name, False, f"{sorted(missing)[0]} has a gradient in one layout alone")
+        return Check(name, False, f"{sorted(missing)[0]} has a gradient in only one of the two")
     floor = bounds.floor * _norm(expected)
     allowed = {key: bounds.gradient * tensor.norm().item() + floor for key, tensor in expected.items()}
     check = _within(name, expected, got, allowed)
@@ -95,18 +95,19 @@ def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], b
 
 
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
-    """The signature of a wrong scale: all gradients are off by one number. Adam would hide it."""
+    """Returns a hint if all gradients are wrong by the same factor, a typical mistake that Adam would hide."""
     scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(_norm(expected) ** 2, 1e-30)
     rest = _norm({key: got[key] - scale * expected[key] for key in expected})
     if rest > 1e-4 * _norm(got):
         return ""
-    return f"; all are {scale:.4g} times one device's: a factor was forgotten"
+    return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
 
 
 def _weights(
     name: str, reference: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], relative: float, bounds: Bounds
 ) -> Check:
-    # A gradient that is zero but for rounding, such as a key bias's: AdamW makes steps of full size out of it.
+    # Tensors whose gradient is zero except for rounding, such as a key bias, are left out: AdamW turns rounding errors
+    # into steps of full size.
     rounding = 1e-6 * _norm(reference.gradients)
     allowed = {
         key: relative * (expected[key] - reference.start[key]).norm().item()
@@ -118,45 +119,46 @@ def _weights(
 
 
 def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:
-    """Whether every tensor is as near to the expected one as is allowed; the worst is named."""
+    """Checks that no tensor differs by more than `allowed`, and names the worst one."""
     errors = {key: (expected[key] - got[key]).norm().item() / max(bound, 1e-30) for key, bound in allowed.items()}
     worst = max(errors, key=lambda key: inf if isnan(errors[key]) else errors[key], default="-")
     error = errors.get(worst, 0.0)
-    return Check(name, error <= 1, f"{error:.1e} of the bound, worst {worst}")
+    return Check(name, error <= 1, f"{error:.1e} of the allowed difference, worst tensor {worst}")
 
 
-def _work(reference: Trace, ranks: list[Trace], promise: Promise) -> list[Check]:
-    """Equal numbers are not enough: sharded the wrong way, every rank computes everything and is still right."""
-    shares = (
-        ("parameter bytes", "parameter_bytes", promise.parameter_bytes, 0.01),
-        ("optimizer bytes", "state_bytes", promise.state_bytes, 0.01),
-        ("matmul FLOPs", "flops", promise.flops, 0.05 * (promise.flops or 0)),
+def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[Check]:
+    """Checks that the ranks share the work. Equal results are not enough: every rank could compute everything."""
+    rows = (
+        ("parameter bytes", "parameter_bytes", expected.parameter_bytes, 0.01),
+        ("optimizer bytes", "state_bytes", expected.state_bytes, 0.01),
+        ("matmul FLOPs", "flops", expected.flops, 0.05 * (expected.flops or 0)),
     )
     checks = []
-    for name, counted, promised, slack in shares:
-        if promised is not None:
-            got = max(getattr(rank, counted) for rank in ranks) / max(getattr(reference, counted), 1)
-            detail = f"{got:.2f} of one device's on a rank, promised {promised:.2f}"
-            checks.append(Check(name, got <= promised + slack, detail))
-    return [*checks, _collectives(reference, ranks, promise)]
+    for name, attribute, fraction, tolerance in rows:
+        if fraction is not None:
+            measured = max(getattr(rank, attribute) for rank in ranks) / max(getattr(reference, attribute), 1)
+            detail = f"{measured:.2f} of one device on the rank with the most, expected at most {fraction:.2f}"
+            checks.append(Check(name, measured <= fraction + tolerance, detail))
+    return [*checks, _collectives(reference, ranks, expected)]
 
 
-def _collectives(reference: Trace, ranks: list[Trace], promise: Promise) -> Check:
+def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> Check:
     gradient_bytes = max(sum(tensor.nbytes for tensor in reference.gradients.values()), 1)
-    small = 0.02 + 4096 / gradient_bytes  # counts, losses and flags travel too
+    negligible = 0.02 + 4096 / gradient_bytes  # counts, losses and flags are sent too
     kinds = {kind for rank in ranks for kind in rank.collective_bytes}
-    told, passed = [], True
-    for kind in sorted(kinds | {kind for kind, promised in promise.collectives.items() if promised.low}):
+    details, passed = [], True
+    for kind in sorted(kinds | {kind for kind, allowed in expected.collectives.items() if allowed.low}):
         sent = max(rank.collective_bytes.get(kind, 0) for rank in ranks) / gradient_bytes
-        promised = promise.collectives.get(kind, Range(0, 0))
-        if promised.high == inf:
-            passed = passed and sent >= promised.low
-            told.append(f"{kind.strip('_')} {sent:.2f}, which depends on the batch")
-        elif sent > small or promised.high:
-            slack = small + 0.02 * promised.high
-            passed = passed and promised.low - slack <= sent <= promised.high + slack
-            told.append(f"{kind.strip('_')} {sent:.2f} of the parameters' bytes a step, promised {promised}")
-    return Check("collectives", passed, "; ".join(told) or "none")
+        name, allowed = PLAIN_NAMES.get(kind, kind), expected.collectives.get(kind, Range(0, 0))
+        if allowed.high == inf:
+            passed = passed and sent >= allowed.low
+            details.append(f"{name} {sent:.2f} (depends on the batch)")
+        elif sent > negligible or allowed.high:
+            tolerance = negligible + 0.02 * allowed.high
+            passed = passed and allowed.low - tolerance <= sent <= allowed.high + tolerance
+            details.append(f"{name} {sent:.2f} (expected {allowed})")
+    unit = "bytes sent per step, relative to the bytes of all trained parameters: "
+    return Check("collectives", passed, unit + "; ".join(details) if details else "none")
 
 
 def _norm(named: dict[str, Tensor]) -> float:

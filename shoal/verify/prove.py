@@ -1,4 +1,4 @@
-"""The equality prover: one config, several layouts, the same training."""
+"""Proves that several layouts of one config compute the same training as one device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
+from shoal.verify.expected_work import Case, expected_work
 from shoal.verify.layouts import (
     LAYOUTS,
     OWN,
@@ -23,34 +24,35 @@ from shoal.verify.layouts import (
     reference_run,
     why_not,
 )
-from shoal.verify.promises import Case, promise_of
 from shoal.verify.trace import Trace, trace
 
 Runner = Callable[[Run, int, int, dict[str, Tensor] | None], list[Trace]]
-"""(run, processes, steps, shared weights) → each rank's account."""
+"""(run, number of processes, steps, weights for the later gradients) → the trace of each rank."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found out about one layout."""
+    """The result of the checks of one layout."""
 
     layout: str
     procs: int
     checks: list[Check]
     mixing: list[str]
-    """Modules that mix samples, such as BatchNorm: with them no two layouts compute the same."""
-    own: str | None = None
-    """The layout in the config's words, if it is the one that the config asks for."""
+    """Modules that mix the samples of a batch, such as BatchNorm; with them no two layouts compute the same."""
+    own_layout: str | None = None
+    """The description of the config's own layout, if this is that layout."""
 
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed, "own": self.own is not None}
+        """Returns the verdict as plain data, for JSON."""
+        return {**asdict(self), "passed": self.passed, "own": self.own_layout is not None}
 
 
 def in_new_processes(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+    """Trains in `procs` new processes and returns the trace of each rank."""
     return run_function(trace, (run, steps, shared), procs, "spawn")
 
 
@@ -60,57 +62,57 @@ def prove(
     layouts: list[str] | None = None,
     steps: int = 3,
     runner: Runner = in_new_processes,
-    told: Callable[[Verdict], None] = lambda verdict: None,
-    warn: Callable[[str], None] = lambda line: None,
+    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+    on_warning: Callable[[str], None] = lambda line: None,
 ) -> list[Verdict]:
-    """Compares each layout with one device; `told` hears of each verdict as it comes.
+    """Compares layouts with one device: those in `layouts`, or all that fit the config and the config's own.
 
-    Unless `layouts` are named these are all that fit, and the config's own; `warn` hears why that is missing.
+    Calls `on_verdict` after each layout, and `on_warning` if the config's own layout cannot be proved.
     """
     if steps < 2 or procs < 2:
-        raise UserError(f"--steps {steps} --procs {procs}: a proof takes at least two of each")
-    own, missing = _find_own(run, procs)
-    chosen = _choose(layouts, own, missing, run, procs)
-    if not layouts and missing:
-        warn(f"this config's own layout is not among those that are proved: {missing}")
+        raise UserError(f"--steps {steps} --procs {procs}: both must be at least 2")
+    own, why_own_missing = _find_own(run, procs)
+    chosen = _choose(layouts, own, why_own_missing, run, procs)
+    if not layouts and why_own_missing:
+        on_warning(f"this config's own layout is not proved: {why_own_missing}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
     verdicts = []
     for candidate in chosen:
-        its_run = candidate_run(run, candidate, procs)
-        layout = layout_on(its_run, procs)
-        traces = runner(its_run, layout.world_size, steps, reference.sgd_weights)
-        batches = derive_batches(its_run.config.training, data_size(layout.mesh))[0]
-        promise = promise_of(Case(layout, batches, reference.shapes, reference.gradients))
-        checks = compare(reference, traces, promise, layout.precision)
-        words = own.about if own and own.name == candidate.name else None
-        verdicts.append(Verdict(candidate.name, layout.world_size, checks, reference.mixing, words))
-        told(verdicts[-1])
+        new_run = candidate_run(run, candidate, procs)
+        layout = layout_on(new_run, procs)
+        traces = runner(new_run, layout.world_size, steps, reference.sgd_weights)
+        batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
+        expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
+        checks = compare(reference, traces, expected, layout.precision)
+        own_layout = own.description if own and own.name == candidate.name else None
+        verdicts.append(Verdict(candidate.name, layout.world_size, checks, reference.mixing, own_layout))
+        on_verdict(verdicts[-1])
     return verdicts
 
 
 def _find_own(run: Run, procs: int) -> tuple[Candidate | None, str | None]:
-    """The config's own layout, and why it cannot be proved, if so."""
+    """Returns the config's own layout, and the reason why it cannot be proved or None."""
     try:
         own = own_candidate(run, procs)
     except UserError as error:
-        wanted = run.config.launch.processes
-        return None, f"{error}" + (f"; try --procs {wanted}" if wanted not in (1, procs) else "")
+        processes = run.config.launch.processes
+        return None, f"{error}" + (f"; try --procs {processes}" if processes not in (1, procs) else "")
     return own, why_not(run, own, procs)
 
 
 def _choose(
-    names: list[str] | None, own: Candidate | None, missing: str | None, run: Run, procs: int
+    names: list[str] | None, own: Candidate | None, why_own_missing: str | None, run: Run, procs: int
 ) -> list[Candidate]:
-    """Those named, or else all that can run; `missing` is why the config's own cannot."""
+    """Returns the candidates with these names, or all that can run; raises a UserError if a named one cannot."""
     if not names:
         rows = {**LAYOUTS, **({own.name: own} if own else {})}
         return [row for row in rows.values() if not why_not(run, row, procs)]
     chosen = []
     for name in names:
         if name not in (*LAYOUTS, OWN):
-            raise UserError(f"--strategies {name!r} is not one of {', '.join((*LAYOUTS, OWN))}")
+            raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN))}")
         row = own if name == OWN else LAYOUTS[name]
-        reason = missing if name == OWN else why_not(run, LAYOUTS[name], procs)
+        reason = why_own_missing if name == OWN else why_not(run, LAYOUTS[name], procs)
         if row is None or reason:
             raise UserError(f"--strategies {name}: {reason}")
         chosen.append(row)

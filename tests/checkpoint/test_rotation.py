@@ -23,6 +23,7 @@ from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.training import train
+from shoal.training.meter import Meter
 from shoal.training.shell import Shell
 from shoal.training.trainer import RecipeBody
 from shoal.types import TrainState
@@ -321,12 +322,12 @@ def test_keep_best_needs_something_to_evaluate(toy: ToyRun, change_recipe: Calla
 def test_saving_by_minutes(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = [0]
 
-    def take_step(trainer: Trainer, *micro_batches: Any) -> None:
-        original(trainer, *micro_batches)
+    def add(meter: Meter, *arguments: Any) -> None:
+        original(meter, *arguments)
         minutes[0] += 1
 
-    original = Trainer.take_step
-    monkeypatch.setattr(Trainer, "take_step", take_step)
+    original = Meter.add  # which is called once in every step
+    monkeypatch.setattr(Meter, "add", add)
     monkeypatch.setattr(time, "monotonic", lambda: 60.0 * minutes[0])
     toy.train("checkpoint.every=null", "checkpoint.every_minutes=2.5", "checkpoint.keep_last=99")
     assert saved(toy) == [4, 8, 10]  # late after three minutes, saved after the next step, and at the end

@@ -1,4 +1,4 @@
-"""A recipe for the prover to work on, and four ways to get distributed training wrong."""
+"""Small recipes for `prove`, and four typical bugs of distributed training that it must find."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from shoal.weights.materialise import materialise
 
 
 class Block(nn.Module):
+    """A residual MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
@@ -38,7 +40,7 @@ class Block(nn.Module):
 
 
 class Words:
-    """Sequences of one to six labels."""
+    """A dataset of sequences with one to six labels."""
 
     def __len__(self) -> int:
         return 61
@@ -52,6 +54,8 @@ class Words:
 
 
 class Ragged(Recipe):
+    """Trains a small model on sequences with different numbers of labels."""
+
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(13, 16), Block(), nn.Dropout(0.2), Block(), nn.Linear(16, 13))
 
@@ -66,7 +70,7 @@ class Ragged(Recipe):
 
 
 class Frozen(Ragged):
-    """Most of it is not trained, as with adapters."""
+    """Freezes most of the model, as with adapters."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -76,7 +80,7 @@ class Frozen(Ragged):
 
 
 class Normed(Ragged):
-    """With a module that mixes samples."""
+    """Has a BatchNorm, which mixes the samples of a batch."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -125,7 +129,7 @@ def _wrong_rank(config: Any, world: World | None = None) -> DistributedStrategy:
     return strategy
 
 
-def _first_alone(self: DistributedStrategy, values: Any, micro_batches: Any) -> Tensor:
+def _count_of_first_micro_batch(self: DistributedStrategy, values: Any, micro_batches: Any) -> Tensor:
     return torch.as_tensor(values[0])
 
 
@@ -138,7 +142,7 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
 def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
     """Traces the run while a bug is planted in its strategy."""
     patches = {
-        "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _first_alone),
+        "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _count_of_first_micro_batch),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as one that nobody touched, and the command notices when it does not."""
+"""A run whose processes are killed ends like an uninterrupted one, and `shoal chaos` notices if it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_survives(toy: ToyRun, change_recipe: Callable[[str, str], None], 
     assert verdict["passed"]
     assert len(verdict["kills"]) == 1
     assert {kill["victim"] for kill in verdict["kills"]} <= victims
-    assert not list(toy.folder.glob("*chaos*"))  # nothing is left where nothing is to be looked at
+    assert not list(toy.folder.glob("*chaos*"))  # the folders are removed if the runs agree
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_a_run_survives(toy: ToyRun, change_recipe: Callable[[str, str], None], 
 def test_the_logs_of_a_run_that_was_killed_five_times(
     toy: ToyRun, change_recipe: Callable[[str, str], None], procs: int
 ) -> None:
-    """What TensorBoard shows too, numbers and texts."""
+    """Compares the numbers and texts of TensorBoard too."""
     preview = '    def preview(self, model):\n        return f"{model[0].bias.sum()}"\n\n'
     change_recipe("    def loss", f"{preview}    def loss")
     change_recipe('return {"x"', 'import time; time.sleep(0.01); return {"x"')
@@ -83,11 +83,11 @@ def test_an_end_that_differs_is_noticed(toy: ToyRun) -> None:
     about = {key: checkpoint.manifest[key] for key in ("layout", "batches", "config")}
     write_checkpoint(end, state, {**checkpoint.trainer, "samples": 41}, about)
     problems = "\n".join(checkpoint_problems(*ends, None))
-    assert "model/0.weight differs" in problems
-    assert "samples: 40 undisturbed, 41 disturbed" in problems
+    assert "model/0.weight: differs by " in problems
+    assert "samples: 40 in the uninterrupted run, 41 in the killed run" in problems
     log = ends[1] / "metrics.jsonl"
     drop_last_line(log)
-    assert "metrics.jsonl has" in log_problems(*ends, None)[0]
+    assert "metrics.jsonl: " in log_problems(*ends, None)[0]
 
 
 def test_what_tensorboard_shows_is_compared(tmp_path: Path) -> None:
@@ -98,12 +98,14 @@ def test_what_tensorboard_shows_is_compared(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in loggers]
     assert log_problems(*folders, None) == []
     loggers["b"].log(2, {"train/loss": 1.0})
-    assert log_problems(*folders, None) == ["tensorboard has 2 points of train/loss, the undisturbed one 1"]
+    assert log_problems(*folders, None) == [
+        "tensorboard: 2 values of train/loss in the killed run, 1 in the uninterrupted run"
+    ]
     loggers["a"].log(2, {"train/loss": 2.0})
-    assert log_problems(*folders, None) == ["tensorboard differs in train/loss at step 2"]
+    assert log_problems(*folders, None) == ["tensorboard: train/loss differs at step 2"]
     assert log_problems(*folders, 1e-6) == []
     loggers["a"].text(2, "sample", "words")
-    assert log_problems(*folders, 1e-6) == ["tensorboard has sample/text_summary in only one of them"]
+    assert log_problems(*folders, 1e-6) == ["tensorboard: sample/text_summary is in only one of the runs"]
 
 
 def drop_last_line(path: Path) -> None:
@@ -113,4 +115,4 @@ def drop_last_line(path: Path) -> None:
 def test_a_run_that_fails_by_itself_is_told(toy: ToyRun) -> None:
     result = toy.call("chaos", "run.yaml", "training.device=cuda", "--kills", "1")
     assert result.returncode == 2
-    assert "the undisturbed run failed with 2" in result.stderr
+    assert "the uninterrupted run failed with exit code 2" in result.stderr

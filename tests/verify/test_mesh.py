@@ -1,4 +1,4 @@
-"""Tensor, context and pipeline parallelism and their products compute the training that one device does."""
+"""Tensor, context and pipeline parallelism, and their combinations, compute the same training as one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int) -> None:
-    """Eleven samples do not divide, and 259 tokens neither."""
+    """Neither the 11 samples nor the 259 tokens of the vocabulary are divisible by the number of ranks."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=accumulation)
     for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
@@ -36,7 +36,7 @@ def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
 
 
 def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
-    """As many micro-batches as the schedule needs; the last of them is short."""
+    """A step has exactly as many micro-batches as the schedule needs; the last one is short."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=2)
     for verdict in prove(run, 2, ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"], runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
@@ -44,7 +44,7 @@ def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
 
 @with_adamw
 def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool, adamw: bool) -> None:
-    """And three more than it needs."""
+    """A step has three micro-batches more than the schedule needs."""
     run = llama(tmp_path, global_batch_size=17, gradient_accumulation=5)
     for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=on(pool4, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
@@ -76,7 +76,7 @@ def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool, adamw: bool) -> None:
 
 
 def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None:
-    """Each of two ranks has at most 0.6 of the matrix products, the head and attention included."""
+    """Each of two ranks computes at most 0.6 of all matrix products, including the head and attention."""
     for model in (bdh, llama):
         (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=on(pool2, adamw=False))
         flops = {check.name: check.detail for check in verdict.checks}["matmul FLOPs"]
@@ -84,7 +84,7 @@ def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None
 
 
 def wide_llama(tmp_path: Path, **training: Any) -> Run:
-    """As many key/value heads as ranks."""
+    """Returns a Llama with as many key/value heads as ranks."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
     model = {"config": {"model_type": "llama", **sizes, "num_attention_heads": 8, "num_key_value_heads": 4}}
     return on_text(tmp_path, "causal_lm", model, **training)
@@ -123,13 +123,13 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: 
 
 
 def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
-    """What each rank knows of a gradient is taken for all of it."""
+    """Traces a run in which each rank takes its part of a gradient for the sum."""
     with patch("shoal.parallel.tensor.tensor_parallel.sum_gradients", lambda tensor, group: tensor):
         return trace(run, steps, shared, adamw)
 
 
 def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
-    """Ranks attend to their own tokens alone."""
+    """Traces a run in which ranks attend only to their own tokens."""
     with patch("shoal.parallel.context.ulysses.swap", lambda tensor, split, join, group: tensor):
         return trace(run, steps, shared, adamw)
 

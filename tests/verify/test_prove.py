@@ -1,4 +1,4 @@
-"""Layouts compute the same training, and the prover notices when one does not."""
+"""`prove` confirms that layouts compute the same training, and notices if one does not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.compare import compare
+from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
-from shoal.verify.promises import Case, Promise, promise_of
 from shoal.verify.trace import Trace
 from verify.planted import trace_with
 from verify.runs import bdh, failed, on, ragged, with_adamw
@@ -58,10 +58,10 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
 @pytest.mark.parametrize(
     ("bug", "check", "words"),
     [
-        ("forgotten 1/accumulation", "gradients", "a factor was forgotten"),
+        ("forgotten 1/accumulation", "gradients", "a constant factor is missing"),
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
-        ("gathers everything", "matmul FLOPs", "1.00 of one device's on a rank, promised 0.5"),
+        ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
 )
 def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, words: str) -> None:
@@ -71,14 +71,14 @@ def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, word
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
-    """Equal numbers are not enough."""
+    """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)
     runner = on(pool2, partial(trace_with, "gathers everything"), adamw=False)
     (verdict,) = prove(run, 2, ["ddp"], runner=runner)
     assert {"matmul FLOPs", "collectives"} <= failed(verdict).keys()
     by_name = {check.name: check for check in verdict.checks}
     assert by_name["gradients"].passed
-    assert by_name["first weights"].passed
+    assert by_name["initial weights"].passed
 
 
 def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
@@ -86,7 +86,9 @@ def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
     good = Trace(start=ones, gradients=ones, sgd_weights=ones, adamw_weights=ones)
     for name in good.gradients:
         bad = replace(good, gradients={**good.gradients, name: torch.tensor([1.0, float("nan")])})
-        (check,) = (check for check in compare(good, [bad], Promise(1, None, {}), "fp32") if check.name == "gradients")
+        (check,) = (
+            check for check in compare(good, [bad], ExpectedWork(1, None, {}), "fp32") if check.name == "gradients"
+        )
         assert not check.passed
         assert name in check.detail
 
@@ -107,8 +109,8 @@ def case_of(run: Run, layout: Candidate, procs: int) -> Case:
 def test_a_layout_joins_by_a_row() -> None:
     run = ragged(global_batch_size=12)
     for layout in LAYOUTS.values():
-        assert isinstance(promise_of(case_of(run, layout, 4)), Promise)
-        assert layout.about
+        assert isinstance(expected_work(case_of(run, layout, 4)), ExpectedWork)
+        assert layout.description
 
 
 ZERO_JSON = '{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}'
@@ -149,11 +151,11 @@ def test_the_layout_that_a_config_asks_for(
     (tmp_path / "zero.json").write_text(ZERO_JSON)
     run = ragged(distributed=distributed, launch={"procs_per_node": procs}, global_batch_size=16)
     layout = own_candidate(run, procs)
-    assert (layout.name, layout.about) == (name, words)
+    assert (layout.name, layout.description) == (name, words)
     case = case_of(run, layout, procs)
     threshold = case.layout.zero.stage3_param_persistence_threshold
     assert threshold == (7 if "config_file" in str(distributed) else 100_000)
-    assert isinstance(promise_of(case), Promise)
+    assert isinstance(expected_work(case), ExpectedWork)
 
 
 def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None:
@@ -167,19 +169,19 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
     run = load_run(toy.config, [*mesh, "model.hidden=64", "launch.procs_per_node=4"])
     (verdict,) = prove(run, 4, [OWN], runner=on(pool4))
     assert failed(verdict) == {}
-    assert (verdict.layout, verdict.own) == (OWN, "mesh, dp_shard 2 × tp 2, SHARD_GRAD_OP")
+    assert (verdict.layout, verdict.own_layout) == (OWN, "mesh, dp_shard 2 × tp 2, SHARD_GRAD_OP")
     said: list[str] = []
     with pytest.raises(RuntimeError, match="nothing else"):
-        prove(run, 2, runner=Mock(side_effect=RuntimeError("nothing else")), warn=said.append)
+        prove(run, 2, runner=Mock(side_effect=RuntimeError("nothing else")), on_warning=said.append)
     (line,) = said
-    assert line.startswith("this config's own layout is not among those that are proved: distributed.mesh: ")
+    assert line.startswith("this config's own layout is not proved: distributed.mesh: ")
     assert " = 4, but there are 2 processes; " in line
     assert line.endswith("; try --procs 4")
 
 
 @pytest.fixture
 def command_on_pool(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shoal verify` starts no processes but uses the pool's; tests/test_docs.py has it start its own."""
+    """Makes `shoal verify` use the processes of the pool; tests/test_docs.py tests it with new processes."""
     monkeypatch.setattr("shoal.verify.prove", partial(prove, runner=on(pool2)))
 
 
@@ -194,7 +196,7 @@ def test_the_command(toy: ToyRun) -> None:
     wrong = toy.call("verify", "run.yaml", "--strategies", "fsdq")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "fsdq" in wrong.stderr
-    with pytest.raises(UserError, match="at least two"):
+    with pytest.raises(UserError, match="both must be at least 2"):
         prove(ragged(global_batch_size=8), 1)
 
 
@@ -204,5 +206,5 @@ def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], No
     result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
     assert result.returncode == 1
     assert "FAILED" in result.stdout
-    assert "mix samples" in result.stdout
-    assert "ddp on 2 against one device: NOT the same (this config's own layout: ddp)" in result.stdout
+    assert "mix the samples" in result.stdout
+    assert "ddp on 2 processes: NOT the same training as on one device (this config's own layout: ddp)" in result.stdout

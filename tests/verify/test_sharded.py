@@ -1,4 +1,4 @@
-"""FSDP in every form computes the training that one device does, and does its work."""
+"""All forms of FSDP compute the same training as one device, and share the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY_TIME = {"fsdp": {"reduce_every_micro_batch": True}}
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
-    """A ragged batch that does not divide, and parameters that do not."""
+    """Neither the batch nor the parameters are divisible by the number of ranks, and sequences differ in length."""
     run = ragged(global_batch_size=11, gradient_accumulation=accumulation)
     for verdict in prove(run, 2, SHARDINGS, runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
@@ -85,7 +85,7 @@ def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str,
 
 def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
     with pytest.raises(
-        UserError, match="--strategies fsdp_hybrid: 2 processes are too few for its mesh; use --procs 4 or more"
+        UserError, match="--strategies fsdp_hybrid: 2 processes are too few for this mesh; use --procs 4 or more"
     ):
         prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 by DeepSpeed compute the training that one device does, and do their work."""
+"""DeepSpeed's ZeRO 1, 2 and 3 compute the same training as one device, and share the work."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODELS = {"bdh": bdh, "llama": llama}
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
-    """A ragged batch that does not divide, and parameters that do not."""
+    """Neither the batch nor the parameters are divisible by the number of ranks, and sequences differ in length."""
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=11, gradient_accumulation=accumulation)
     for verdict in prove(run, 2, STAGES, runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
         told = {check.name: check.detail for check in verdict.checks}
-        assert told["optimizer bytes"].startswith("0.50 of one device's")
+        assert told["optimizer bytes"].startswith("0.50 of one device ")
         assert told["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
 
 
