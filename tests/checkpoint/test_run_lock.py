@@ -1,4 +1,4 @@
-"""One folder, one run: who is refused, who takes over, and that it is never two."""
+"""The run lock: which runs are refused, which take over, and that two never hold one folder."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.5)
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on this process is on another machine than whoever came before."""
+def move_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns a function that makes this process appear to be on another machine."""
     return lambda: monkeypatch.setattr(run_lock, "_host", lambda: "elsewhere")
 
 
-def left_behind(folder: Path, **changes: Any) -> Holder:
-    """A lock file whose holder does not touch it any more."""
+def write_abandoned_lock(folder: Path, **changes: Any) -> Holder:
+    """Writes a lock file whose holder writes no heartbeats."""
     holder = replace(Holder.of_this_process(), **changes)
     (folder / "run.lock").write_text(json.dumps({**vars(holder), "heartbeat": "2026-01-01T00:00:00+00:00"}))
     return holder
@@ -49,13 +49,13 @@ def holder_of(folder: Path) -> Holder | None:
     return Holder.parse((folder / "run.lock").read_text())
 
 
-def dead_process() -> int:
+def id_of_dead_process() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
 
 
-def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
+def test_the_file_exists_while_the_lock_is_held(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         fields = json.loads((tmp_path / "run.lock").read_text())
         assert fields["pid"] == os.getpid()
@@ -64,8 +64,8 @@ def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.usefixtures("fast")
-def test_it_beats(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_the_holder_writes_heartbeats(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         first, inode = held.path.stat().st_mtime_ns, held.path.stat().st_ino
         time.sleep(0.5)
@@ -73,13 +73,13 @@ def test_it_beats(tmp_path: Path) -> None:
         assert held.path.stat().st_ino == inode
 
 
-@pytest.mark.usefixtures("fast")
-def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_a_second_run_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         began = time.monotonic()
         with pytest.raises(UserError) as refused, RunLock(tmp_path):
             pass
-        assert time.monotonic() < began + 1  # at the next beat
+        assert time.monotonic() < began + 1  # at the next heartbeat
         words = str(refused.value)
         assert (
             f"is in use by process {os.getpid()} on {held.holder.host} since {held.holder.started}, last seen" in words
@@ -91,35 +91,35 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
-    left_behind(tmp_path, pid=dead_process())
+    write_abandoned_lock(tmp_path, pid=id_of_dead_process())
     began = time.monotonic()
     with RunLock(tmp_path) as held:
         assert time.monotonic() < began + 1
         assert holder_of(tmp_path) == held.holder
 
 
-def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
-    left_behind(tmp_path, process_started="1")  # our own number, but begun long ago
+def test_a_later_process_with_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
+    write_abandoned_lock(tmp_path, process_started="1")  # this process id, but started long ago
     with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
-@pytest.mark.usefixtures("fast")
-def test_a_live_holder_elsewhere_is_seen_to_beat(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_heartbeats_of_another_machine_are_seen(tmp_path: Path, move_to_another_machine: Callable[[], None]) -> None:
     with RunLock(tmp_path) as held:
-        elsewhere()
+        move_to_another_machine()
         with pytest.raises(UserError, match="is in use by process"), RunLock(tmp_path):
             pass
         held.check()
 
 
-@pytest.mark.usefixtures("fast")
+@pytest.mark.usefixtures("short_intervals")
 @pytest.mark.parametrize("clock_seconds", [0, 100, -100])
-def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
+def test_a_holder_without_heartbeats_is_replaced_whatever_its_clock(
     tmp_path: Path, clock_seconds: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its file may bear a time of the future, or long ago: only that it does not change counts."""
-    left_behind(tmp_path, host="elsewhere")
+    """The modification time may be in the future or long ago: it only counts that it does not change."""
+    write_abandoned_lock(tmp_path, host="elsewhere")
     stamp = time.time() + clock_seconds
     os.utime(tmp_path / "run.lock", (stamp, stamp))
     began = time.monotonic()
@@ -130,10 +130,10 @@ def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
     assert waited == (clock_seconds >= 0)
 
 
-@pytest.mark.usefixtures("fast")
-def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path) -> None:
-    """A machine that wakes up beats again: whoever comes first watches for a moment."""
-    left_behind(tmp_path, host="elsewhere")
+@pytest.mark.usefixtures("short_intervals")
+def test_an_old_modification_time_alone_does_not_prove_death(tmp_path: Path) -> None:
+    """A suspended machine that wakes up writes heartbeats again, so the second run watches for a while."""
+    write_abandoned_lock(tmp_path, host="elsewhere")
     os.utime(tmp_path / "run.lock", (1, 1))
     waking = threading.Timer(0.05, os.utime, [tmp_path / "run.lock"])
     waking.start()
@@ -142,25 +142,27 @@ def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path) -> None:
     waking.join()
 
 
-@pytest.mark.usefixtures("fast")
+@pytest.mark.usefixtures("short_intervals")
 @pytest.mark.parametrize("content", [b"", b"\x80{}", b"[" * 9000])
-def test_a_file_that_makes_no_sense_is_replaced_when_it_is_old(tmp_path: Path, content: bytes) -> None:
+def test_an_old_file_with_invalid_content_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.lock").write_bytes(content)
     os.utime(tmp_path / "run.lock", (1, 1))
     with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
-@pytest.mark.usefixtures("fast")
-def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_a_suspended_holder_that_lost_the_lock_is_refused(
+    tmp_path: Path, move_to_another_machine: Callable[[], None]
+) -> None:
     first = RunLock(tmp_path)
     first.acquire()
-    first._stop.set()  # as if it were stopped
+    first._stop.set()  # as if it were suspended
     time.sleep(0.2)
     os.utime(first.path, (1, 1))
-    elsewhere()
+    move_to_another_machine()
     with RunLock(tmp_path) as second:
-        first._write_heartbeat()  # goes on, and writes no more than its own file
+        first._write_heartbeat()  # writes only into its own file
         with pytest.raises(UserError, match=r"was taken over by process \d+ on elsewhere since \S+ while this"):
             first.check()
         first.release()
@@ -168,7 +170,7 @@ def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsew
         assert holder_of(tmp_path) == second.holder
 
 
-def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
+def test_a_deleted_lock_file_is_restored(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         held.path.unlink()
         held.check()
@@ -179,13 +181,13 @@ def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.usefixtures("fast")
-def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_intervals")
+def test_the_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(*_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "link", no_links)
-    left_behind(tmp_path, pid=dead_process())
+    write_abandoned_lock(tmp_path, pid=id_of_dead_process())
     with RunLock(tmp_path) as held:
         held.check()
         with pytest.raises(UserError, match="in use"), RunLock(tmp_path):
@@ -196,7 +198,7 @@ def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.Monke
 JOBS = [
     ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
     ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
-    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # twice in one allocation
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two runs in one allocation
     ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, True),
     ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
     (
@@ -213,7 +215,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.usefixtures("fast")
+@pytest.mark.usefixtures("short_intervals")
 @pytest.mark.parametrize(("before", "after", "takes_over"), JOBS)
 def test_a_later_attempt_of_the_same_job_takes_over_at_once(
     tmp_path: Path, before: dict[str, str], after: dict[str, str], takes_over: bool
@@ -240,18 +242,20 @@ def _contend(folder: Path, start: Any, results: Any) -> None:
         results.put("refused")
         return
     results.put("held")
-    time.sleep(60)  # until killed, so that nobody after it finds the folder free
+    time.sleep(60)  # until it is killed, so that no other process finds the folder free
 
 
 @pytest.mark.parametrize("before", ["nothing", "a dead holder"])
-def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_runs_that_start_at_once_one_gets_the_lock(
+    tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
     fork = multiprocessing.get_context("fork")
     for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         if before != "nothing":
-            left_behind(folder, pid=dead_process())
+            write_abandoned_lock(folder, pid=id_of_dead_process())
         start, results = fork.Barrier(8), fork.Queue()
         processes = [fork.Process(target=_contend, args=(folder, start, results), daemon=True) for _ in range(8)]
         for process in processes:
@@ -269,7 +273,7 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkey
 
 @pytest.fixture
 def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[subprocess.Popen[str]]:
-    """A run that has saved something and would go on for minutes."""
+    """Starts a run that has saved a checkpoint and would train for minutes."""
     change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
     command = (*SHOAL, "training.max_steps=5000")
     with subprocess.Popen(
@@ -303,7 +307,7 @@ def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> 
     assert not (toy.output / "run.lock").exists()
 
 
-def test_a_run_that_was_stopped_for_long_finds_the_folder_taken(
+def test_a_run_that_was_suspended_for_long_ends(
     toy: ToyRun, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.send_signal(signal.SIGSTOP)
