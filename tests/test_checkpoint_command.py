@@ -17,7 +17,7 @@ from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import CheckpointManager, write_checkpoint
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.training import train
@@ -99,6 +99,14 @@ def test_ls_lists_checkpoints_and_damage(tmp_path: Path, shoal: Command) -> None
         assert "step_00000003" in why
     (alone,) = shoal("ls", tmp_path / "checkpoints" / "step_00000002", "--json").json
     assert alone == rows[1]
+
+
+def test_ls_of_a_checkpoint_whose_folder_has_another_name(tmp_path: Path, shoal: Command) -> None:
+    """A hand-written loop may save into any folder."""
+    write_checkpoint(tmp_path / "mine", state(), {"step": 7}, {})
+    (row,) = shoal("ls", tmp_path / "mine", "--json").json
+    assert (row["step"], row["good"]) == (None, True)
+    assert shoal("ls", tmp_path / "mine").out.splitlines()[1].split()[0] == "?"
 
 
 def test_show_describes_a_checkpoint(tmp_path: Path, shoal: Command) -> None:
