@@ -1,4 +1,4 @@
-"""`shoal checkpoint …` as a person or a script types it."""
+"""The commands of `shoal checkpoint`, as a user or a script calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import CheckpointManager, write_checkpoint
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.training import train
@@ -44,7 +44,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def shoal() -> Command:
-    """The command in this process: starting another takes seconds."""
+    """Returns a function that runs the command in this process, because starting another takes seconds."""
 
     def call(*arguments: Any) -> Result:
         ended = call_shoal(Path.cwd(), "checkpoint", *map(str, arguments))
@@ -64,9 +64,9 @@ def state(change: float = 0.0) -> TrainState:
     return TrainState(weights, {"weight": {"exp_avg": torch.full((3, 4), 2.0), "step": torch.tensor(3.0)}})
 
 
-def save(run: Path, step: int = 1, given: TrainState | None = None, **trainer: Any) -> Path:
+def save(run: Path, step: int = 1, train_state: TrainState | None = None, **trainer: Any) -> Path:
     manager = CheckpointManager(run, 9)
-    return manager.save(given or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
+    return manager.save(train_state or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
 
 
 def flip(path: Path, place: int = -3) -> None:
@@ -75,7 +75,7 @@ def flip(path: Path, place: int = -3) -> None:
     path.write_bytes(data)
 
 
-def test_ls_lists_and_says_what_is_damaged(tmp_path: Path, shoal: Command) -> None:
+def test_ls_lists_checkpoints_and_damage(tmp_path: Path, shoal: Command) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2, metrics={"eval/loss": 1.25})
     flip(save(tmp_path, 3) / "manifest.json")
@@ -101,7 +101,15 @@ def test_ls_lists_and_says_what_is_damaged(tmp_path: Path, shoal: Command) -> No
     assert alone == rows[1]
 
 
-def test_show_tells_what_is_inside(tmp_path: Path, shoal: Command) -> None:
+def test_ls_of_a_checkpoint_whose_folder_has_another_name(tmp_path: Path, shoal: Command) -> None:
+    """A hand-written loop may save into any folder."""
+    write_checkpoint(tmp_path / "mine", state(), {"step": 7}, {})
+    (row,) = shoal("ls", tmp_path / "mine", "--json").json
+    assert (row["step"], row["good"]) == (None, True)
+    assert shoal("ls", tmp_path / "mine").out.splitlines()[1].split()[0] == "?"
+
+
+def test_show_describes_a_checkpoint(tmp_path: Path, shoal: Command) -> None:
     path = save(tmp_path)
     shown = shoal("show", path, "--json").json
     tensors = {row["name"]: row for row in shown["tensors"]}
@@ -119,8 +127,8 @@ def test_show_tells_what_is_inside(tmp_path: Path, shoal: Command) -> None:
         assert words in text
 
 
-def test_names_are_no_commands_to_a_terminal(tmp_path: Path, shoal: Command) -> None:
-    path = save(tmp_path, given=TrainState({"[red]a\x1b[2J": torch.zeros(2)}, {}))
+def test_names_with_control_characters_are_escaped(tmp_path: Path, shoal: Command) -> None:
+    path = save(tmp_path, train_state=TrainState({"[red]a\x1b[2J": torch.zeros(2)}, {}))
     text = shoal("show", path).out
     assert "\x1b" not in text
     assert "[red]a\\x1b[2J" in text
@@ -132,7 +140,7 @@ def test_verify_reads_every_byte(tmp_path: Path, shoal: Command) -> None:
     assert shoal("verify", tmp_path).code == 0
     assert [row["good"] for row in shoal("verify", path, "--json").json] == [True]
     flip(path / "optimizer.safetensors")
-    assert "damaged" not in shoal("ls", tmp_path).out  # which looks at manifests alone
+    assert "damaged" not in shoal("ls", tmp_path).out  # which reads only manifests
     result = shoal("verify", tmp_path)
     assert result.code == 1
     good, bad = result.out.splitlines()
@@ -144,8 +152,8 @@ def test_verify_reads_every_byte(tmp_path: Path, shoal: Command) -> None:
     assert "optimizer.safetensors" in result.json[0]["problem"]
 
 
-def test_diff_is_to_the_bit_and_names_the_worst(tmp_path: Path, shoal: Command) -> None:
-    a, same, other = save(tmp_path / "a"), save(tmp_path / "b"), save(tmp_path / "c", given=state(change=1e-4))
+def test_diff_compares_to_the_bit_and_names_the_largest_difference(tmp_path: Path, shoal: Command) -> None:
+    a, same, other = save(tmp_path / "a"), save(tmp_path / "b"), save(tmp_path / "c", train_state=state(change=1e-4))
     assert shoal("diff", a, same).code == 0
     assert shoal("diff", a, same, "--json").json["equal"] is True
     result = shoal("diff", a, other)
@@ -157,20 +165,20 @@ def test_diff_is_to_the_bit_and_names_the_worst(tmp_path: Path, shoal: Command) 
     assert worst[0]["relative"] == pytest.approx(1e-4 / 11, rel=0.01)
     assert shoal("diff", a, other, "--rtol", "1e-4").code == 0
     assert shoal("diff", a, other, "--rtol", "1e-6").code == 1
-    later = shoal("diff", a, save(tmp_path / "a", 2), "--rtol", "1e-4")  # the same weights at another place
+    later = shoal("diff", a, save(tmp_path / "a", 2), "--rtol", "1e-4")  # the same weights at another step
     assert later.code == 1
     assert "step: 1 in" in later.out
     assert "samples: 4 in" in later.out
 
 
-def test_diff_puts_weights_first_and_sums_moments_up(tmp_path: Path, shoal: Command) -> None:
+def test_diff_lists_weights_first_and_summarises_optimizer_slots(tmp_path: Path, shoal: Command) -> None:
     def many(change: float) -> TrainState:
         weights = {f"w{n}": torch.ones(2) + change * n for n in range(12)}
         return TrainState(
             weights, {name: {"exp_avg": torch.ones(2) + 9 * change, "old": torch.ones(2)} for name in weights}
         )
 
-    a, b = save(tmp_path / "a", given=many(0)), save(tmp_path / "b", given=many(0.5))
+    a, b = save(tmp_path / "a", train_state=many(0)), save(tmp_path / "b", train_state=many(0.5))
     lines = shoal("diff", a, b).out.splitlines()
     assert lines[0].split()[:5] == ["23", "of", "36", "tensors", "differ"]
     assert lines[1].split() == ["model/w11", "5.5", "0.846"]
@@ -200,10 +208,10 @@ def with_weight(weight: Tensor, **others: Tensor) -> TrainState:
         (torch.tensor(1), torch.tensor(2), 1, 1, "weight"),
     ],
 )
-def test_diff_of_what_is_hard_to_compare(
+def test_diff_of_special_values_dtypes_and_shapes(
     tmp_path: Path, shoal: Command, a: Tensor, b: Tensor, exact: int, close: int, words: str
 ) -> None:
-    one, two = save(tmp_path / "a", given=with_weight(a)), save(tmp_path / "b", given=with_weight(b))
+    one, two = save(tmp_path / "a", train_state=with_weight(a)), save(tmp_path / "b", train_state=with_weight(b))
     result = shoal("diff", one, two)
     assert result.code == exact
     assert words in result.out
@@ -212,15 +220,15 @@ def test_diff_of_what_is_hard_to_compare(
 
 def test_diff_lists_missing_names(tmp_path: Path, shoal: Command) -> None:
     weight = torch.ones(3)
-    a = save(tmp_path / "a", given=with_weight(weight, mine=weight))
-    b = save(tmp_path / "b", given=with_weight(weight, theirs=weight))
+    a = save(tmp_path / "a", train_state=with_weight(weight, mine=weight))
+    b = save(tmp_path / "b", train_state=with_weight(weight, theirs=weight))
     result = shoal("diff", a, b, "--rtol", "1")
     assert result.code == 1
     assert f"only in {a}: model/mine" in result.out
     assert f"only in {b}: model/theirs" in result.out
 
 
-def test_diff_never_holds_both_checkpoints(tmp_path: Path, shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_reads_one_tensor_at_a_time(tmp_path: Path, shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.checkpoint.store import Checkpoint
 
     def refuse(checkpoint: Checkpoint) -> TrainState:
@@ -234,7 +242,7 @@ def test_diff_across_layouts(toy: ToyRun, pool2: Pool, shoal: Command) -> None:
     keys = ["training.global_batch_size=8", "training.batch_size=2", "model.dropout=0.0", "training.max_steps=4"]
     toy.train(*keys)
     sharded = [*keys, "distributed.strategy=fsdp", f"experiment.output_dir={toy.folder}/sharded"]
-    pool2.run(train_here, toy.config, sharded, init=False)
+    pool2.run(run_training, toy.config, sharded, init=False)
     a, b = (folder / "checkpoints" / "step_00000004" for folder in (toy.output, toy.folder / "sharded"))
     assert shoal("diff", a, b, "--rtol", "1e-4").code == 0
     assert shoal("diff", a, a.with_name("step_00000002"), "--rtol", "1e-4").code == 1
@@ -252,44 +260,44 @@ def test_diff_across_layouts(toy: ToyRun, pool2: Pool, shoal: Command) -> None:
         ({"mesh": 7}, "unknown on ?"),
     ],
 )
-def test_a_layout_in_words(tmp_path: Path, shoal: Command, layout: dict[str, Any], words: str) -> None:
+def test_ls_describes_layouts(tmp_path: Path, shoal: Command, layout: dict[str, Any], words: str) -> None:
     CheckpointManager(tmp_path).save(state(), {"step": 1}, {"layout": layout})
     (row,) = shoal("ls", tmp_path, "--json").json
     assert words in row["layout"]
     assert row["layout"].endswith(words) or "dp_s" in words
 
 
-def train_here(config: Path, overrides: list[str]) -> None:
+def run_training(config: Path, overrides: list[str]) -> None:
     train(load_run(config, overrides))
 
 
-def test_export_writes_and_says_so(tmp_path: Path, shoal: Command) -> None:
+def test_export_reports_what_it_wrote(tmp_path: Path, shoal: Command) -> None:
     path = save(tmp_path)
     result = shoal("export", path, tmp_path / "w.safetensors", "--to", "safetensors", "--dtype", "bf16")
     assert (result.code, result.err) == (0, "")
     assert "4 tensors" in result.out
     assert load_file(tmp_path / "w.safetensors")["weight"].dtype == torch.bfloat16
-    told = shoal("export", path, tmp_path / "w.pt", "--to", "torch", "--json").json
-    assert told["path"] == str(tmp_path / "w.pt")
+    exported = shoal("export", path, tmp_path / "w.pt", "--to", "torch", "--json").json
+    assert exported["path"] == str(tmp_path / "w.pt")
     assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == state().model.keys()
 
 
 def test_rm_keeps_the_newest_good_one(tmp_path: Path, shoal: Command) -> None:
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
-    flip(next(third.glob("model*.safetensors")))  # which its manifest does not show
+    flip(next(third.glob("model*.safetensors")))  # its manifest does not show it
     refused = shoal("rm", second)
     assert refused.code == 2
     assert "newest good" in refused.err
     assert second.is_dir()
-    for path in (third, first):  # a damaged one, an older one
+    for path in (third, first):  # a damaged one and an older one
         assert shoal("rm", path).code == 0
         assert not path.exists()
     assert shoal("rm", second, "--force").code == 0
     assert not [*second.parent.iterdir()]
 
 
-def test_rm_goes_by_rename(tmp_path: Path, shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks while files are being removed sees no checkpoint."""
+def test_rm_renames_before_it_deletes(tmp_path: Path, shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader never sees a checkpoint with some of its files deleted."""
     first = save(tmp_path, 1)
     save(tmp_path, 2)
     seen: list[bool] = []
@@ -324,7 +332,9 @@ def test_rm_refuses_what_is_not_a_checkpoint(tmp_path: Path, shoal: Command) -> 
 
 @pytest.mark.parametrize("command", ["show", "diff", "export", "verify", "ls"])
 @pytest.mark.parametrize("what", ["nowhere", "file", "empty", "run"])
-def test_what_is_no_checkpoint_is_one_line_and_exit_2(tmp_path: Path, shoal: Command, command: str, what: str) -> None:
+def test_a_path_that_is_no_checkpoint_is_refused_in_one_line(
+    tmp_path: Path, shoal: Command, command: str, what: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     good = save(tmp_path / "run")
@@ -350,24 +360,24 @@ class Hostile:
 
 def spoil(folder: Path, how: str, ran: Path) -> None:
     if how == "format":
-        change_manifest(folder, lambda manifest: manifest.update(format=99))
+        forge_manifest(folder, lambda manifest: manifest.update(format=99))
     elif how == "outside":
         shutil.copy(folder / "model.safetensors", folder.parent)
 
         def point(manifest: dict[str, Any]) -> None:
             manifest["files"]["../model.safetensors"] = manifest["files"].pop("model.safetensors")
 
-        change_manifest(folder, point)
+        forge_manifest(folder, point)
     elif how == "shape":
-        change_manifest(folder, lambda manifest: manifest["tensors"]["model/weight"].update(shape=[1 << 50, 4]))
+        forge_manifest(folder, lambda manifest: manifest["tensors"]["model/weight"].update(shape=[1 << 50, 4]))
     else:
         path = folder / how
         length = path.stat().st_size
         path.write_bytes(pickle.dumps(Hostile(ran)).ljust(length, b"\0"))
 
 
-def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """As someone would who knows how digests are made."""
+def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes a manifest and computes its digest again, as an attacker can."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
@@ -379,7 +389,7 @@ FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer
 
 
 @pytest.mark.parametrize("how", ["format", "outside", "shape", *FILES])
-def test_hostile_folders_are_refused_and_nothing_runs(tmp_path: Path, shoal: Command, how: str) -> None:
+def test_hostile_folders_are_refused_and_run_no_code(tmp_path: Path, shoal: Command, how: str) -> None:
     good, bad = save(tmp_path / "good"), save(tmp_path / "bad")
     spoil(bad, how, tmp_path / "ran")
     before = sorted(tmp_path.rglob("*"))
@@ -387,7 +397,7 @@ def test_hostile_folders_are_refused_and_nothing_runs(tmp_path: Path, shoal: Com
     assert verified.code == 1
     assert verified.out.count("\n") == 1
     refused = [shoal("diff", good, bad)]
-    if how != "optimizer.safetensors":  # an export does not open that
+    if how != "optimizer.safetensors":  # an export does not open it
         refused.append(shoal("export", bad, tmp_path / "out.pt", "--to", "torch"))
     if how not in ("model.safetensors", "optimizer.safetensors"):  # show opens neither
         refused.append(shoal("show", bad))
@@ -398,7 +408,7 @@ def test_hostile_folders_are_refused_and_nothing_runs(tmp_path: Path, shoal: Com
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_docs_know_the_command() -> None:
+def test_the_docs_list_all_commands_and_options() -> None:
     from typer.main import get_command
 
     from shoal.cli.checkpoint import app

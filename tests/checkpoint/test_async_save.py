@@ -1,4 +1,4 @@
-"""Saving in the background: the same bits, whatever training does meanwhile."""
+"""Asynchronous save: the file has the state at the time of the save, to the bit, whatever training does meanwhile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shoal.checkpoint import async_save as saver_module
-from shoal.checkpoint import open_checkpoint
+from shoal.checkpoint import async_save, open_checkpoint
 from shoal.checkpoint.async_save import Saver
 from shoal.checkpoint.pieces import write_safetensors
 from shoal.config import load_run
@@ -40,7 +39,7 @@ def sharded_state(scale: float = 1.0) -> TrainState:
 
 
 def write_and_change(folder: str) -> int:
-    """Saves, and changes everything at once, as the next step does."""
+    """Saves in the background and changes all tensors at once, as the next step would."""
     saver = Saver(background=True)
     state = sharded_state()
     saver.save(Path(folder), state, {"step": 1}, {})
@@ -50,7 +49,7 @@ def write_and_change(folder: str) -> int:
     return sum(buffer.nbytes for buffer in saver._buffers.values())
 
 
-def test_what_is_saved_is_what_was_there(pool2: Pool, tmp_path: Path) -> None:
+def test_the_state_at_the_time_of_the_save_is_written(pool2: Pool, tmp_path: Path) -> None:
     staged = pool2.run(write_and_change, str(tmp_path / "two"))
     expected = sharded_state()
     read = open_checkpoint(tmp_path / "two").read()
@@ -58,7 +57,7 @@ def test_what_is_saved_is_what_was_there(pool2: Pool, tmp_path: Path) -> None:
         assert torch.equal(read.model[name], tensor)
     assert read.optimizer["cut"]["step"] == 1
     assert read.strategy["scale"] == 2
-    assert sum(staged) == 2 * 35 * 4 + 8  # each thing once, over both ranks
+    assert sum(staged) == 2 * 35 * 4 + 8  # each tensor once, over both ranks
 
 
 def test_buffers_are_allocated_once(tmp_path: Path) -> None:
@@ -72,52 +71,52 @@ def test_buffers_are_allocated_once(tmp_path: Path) -> None:
     assert torch.equal(open_checkpoint(tmp_path / "3").read().model["cut"], sharded_state(3).model["cut"])
 
 
-def test_the_loop_goes_on_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, order = threading.Event(), []
-    publish = saver_module.publish
+    publish = async_save.publish
 
     def slow(folder: Path, *args: Any) -> None:
         disk.wait(20)
         publish(folder, *args)
         order.append(folder.name)
 
-    monkeypatch.setattr(saver_module, "publish", slow)
+    monkeypatch.setattr(async_save, "publish", slow)
     saver = Saver(background=True)
     saver.save(tmp_path / "1", sharded_state(1), {"step": 1}, {})
     assert not (tmp_path / "1").exists()
     threading.Timer(0.3, disk.set).start()
     saver.save(tmp_path / "2", sharded_state(2), {"step": 2}, {})
-    assert order == ["1"]  # never two at once
+    assert order == ["1"]  # one save at a time
     saver.wait()
     assert order == ["1", "2"]
 
 
-def save_to_nowhere(folder: str) -> list[str]:
+def save_into_a_file(folder: str) -> list[str]:
     saver = Saver(background=True)
     blocked = Path(folder) / "file"
     if dist.get_rank() == 0:
         blocked.write_text("not a folder")
     dist.barrier()
     saver.save(blocked / "step", sharded_state(), {"step": 1}, {})
-    told = []
+    raised = []
     try:
         saver.wait()
     except OSError as error:
-        told.append(type(error).__name__)
+        raised.append(type(error).__name__)
     saver.save(Path(folder) / "good", sharded_state(), {"step": 2}, {})
     saver.wait()
-    return told
+    return raised
 
 
-def test_a_failure_is_told_on_every_rank_and_the_next_save_works(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(save_to_nowhere, str(tmp_path)) == [["NotADirectoryError"]] * 2
+def test_an_error_is_raised_on_every_rank_and_the_next_save_works(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(save_into_a_file, str(tmp_path)) == [["NotADirectoryError"]] * 2
     open_checkpoint(tmp_path / "good").read()
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 )
-def test_the_library_reads_our_files(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_safetensors_reads_files_of_our_writer(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = {
         "odd": (torch.randn(3, 5) * 10).to(dtype),
@@ -125,7 +124,7 @@ def test_the_library_reads_our_files(tmp_path: Path, dtype: torch.dtype) -> None
         "empty": torch.empty(0, 4, dtype=dtype),
         "scalar": torch.tensor(1).to(dtype),
         "other type": torch.randn(7),
-        "turned": (torch.randn(4, 6) * 10).to(dtype).T,
+        "transposed": (torch.randn(4, 6) * 10).to(dtype).T,
     }
     about, _ = write_safetensors(tmp_path / "x.safetensors", tensors)
     read = load_file(tmp_path / "x.safetensors")
@@ -137,15 +136,15 @@ def test_the_library_reads_our_files(tmp_path: Path, dtype: torch.dtype) -> None
     assert about["bytes"] == (tmp_path / "x.safetensors").stat().st_size
 
 
-def train_here(config: Path, overrides: list[str]) -> int:
+def run_training(config: Path, overrides: list[str]) -> int:
     return train(load_run(config, overrides)).step
 
 
-def test_ranks_with_buffers_save_in_the_background(
+def test_ranks_of_a_model_with_buffers_save_in_the_background(
     toy: ToyRun, pool2: Pool, change_recipe: Callable[[str, str], None]
 ) -> None:
-    """What one rank alone says about memory must not talk to the others, which buffers of a state do."""
+    """The report of rank 0 about memory must not start a collective, which collecting a state with buffers does."""
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden), nn.Tanh()")
     keys = ["training.global_batch_size=8", "checkpoint.async_save=true", "training.max_steps=2"]
-    assert pool2.run(train_here, toy.config, keys, init=False) == [2, 2]
+    assert pool2.run(run_training, toy.config, keys, init=False) == [2, 2]
     assert re.search(r"background from \d\.\d\d GiB", (toy.output / "report.txt").read_text())

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed's own save_checkpoint wrote become checkpoints of ours, when they are named as trusted."""
+"""DeepSpeed import: folders that DeepSpeed's save_checkpoint wrote become checkpoints of shoal, if named as trusted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def saved_by_deepspeed(folder: str, stage: int) -> dict[str, Any]:
-    """What DeepSpeed wrote there, as our own state has it."""
+    """Trains and saves with DeepSpeed, and returns the tensors of the strategy's state by name."""
     recipe = Narrow()
     with DeepSpeedStrategy(device="cpu", stage=stage) as strategy:
         model, weights = build(recipe.build_model, recipe.weights(), seed=0)
@@ -49,8 +49,8 @@ def saved_by_deepspeed(folder: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
-    """Two groups, frozen layers, a shared one, and parameters that do not divide."""
+def test_checkpoints_of_all_stages_are_imported(pool2: Pool, tmp_path: Path, stage: int) -> None:
+    """The model has two parameter groups, frozen layers, a tied one, and parameters that do not divide evenly."""
     expected, _ = pool2.run(saved_by_deepspeed, str(tmp_path / "theirs"), stage, init=False)
     out = tmp_path / "ours"
     result = CliRunner().invoke(app, ["import", "--trust", str(tmp_path / "theirs"), str(out)])
@@ -67,7 +67,7 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
         model, _ = loop.wrap(recipe.build_model(), adamw)
         assert loop.load(out) == {"step": 2}
         assert (model.get_parameter("4.up.weight").detach().numpy() == expected["4.up.weight"]).all()
-    if stage == 1:  # a rank's part is gone
+    if stage == 1:  # the file of one rank is missing
         (tmp_path / "theirs" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
         with pytest.raises(UserError, match=r"has files of 1 ranks, but was written by \[2, 2\]"):
             import_deepspeed(tmp_path / "theirs", tmp_path / "third")
@@ -75,8 +75,8 @@ def test_folders_of_all_stages(pool2: Pool, tmp_path: Path, stage: int) -> None:
             import_deepspeed(tmp_path / "theirs", out)
 
 
-def saved_by_its_users(folder: str, stage: int, keys: dict[str, Any]) -> dict[str, Any]:
-    """An engine of their own JSON, with a model of 267 elements: an odd number, so that ZeRO fills it up."""
+def saved_by_another_engine(folder: str, stage: int, keys: dict[str, Any]) -> dict[str, Any]:
+    """Saves with an engine that has another DeepSpeed config; the model has 267 elements, so that ZeRO adds padding."""
     with DeepSpeedStrategy(device="cpu", stage=stage) as strategy:
         deepspeed = strategy._deepspeed
         torch.manual_seed(0)
@@ -105,9 +105,9 @@ def saved_by_its_users(folder: str, stage: int, keys: dict[str, Any]) -> dict[st
 
 
 WRITTEN_WITH: dict[str, tuple[int, dict[str, Any]]] = {
-    "filled up, stage 1": (1, {}),
-    "filled up, stage 2": (2, {}),
-    "filled up, stage 3": (3, {}),
+    "padded, stage 1": (1, {}),
+    "padded, stage 2": (2, {}),
+    "padded, stage 3": (3, {}),
     "elastic_checkpoint": (1, {"zero_optimization": {"elastic_checkpoint": True}}),
     "round_robin_gradients": (2, {"zero_optimization": {"round_robin_gradients": True}}),
     "bf16 weights and fp32 sums": (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
@@ -115,8 +115,8 @@ WRITTEN_WITH: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN_WITH)
-def test_folders_of_other_engines(pool2: Pool, tmp_path: Path, name: str) -> None:
-    expected, _ = pool2.run(saved_by_its_users, str(tmp_path / "theirs"), *WRITTEN_WITH[name], init=False)
+def test_checkpoints_of_other_engines_are_imported(pool2: Pool, tmp_path: Path, name: str) -> None:
+    expected, _ = pool2.run(saved_by_another_engine, str(tmp_path / "theirs"), *WRITTEN_WITH[name], init=False)
     import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
     read = open_checkpoint(tmp_path / "ours").read()
     steps = {slots.pop("step").item() for slots in read.optimizer.values()}
@@ -146,8 +146,8 @@ def test_folders_of_other_engines(pool2: Pool, tmp_path: Path, name: str) -> Non
         ),
     ],
 )
-def test_what_is_laid_out_otherwise_is_refused(tmp_path: Path, change: Any, words: str) -> None:
-    """Hand-made: what DeepSpeed wrote of one parameter on one rank, and what another version may write."""
+def test_an_unknown_format_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+    """The files are made by hand: as DeepSpeed writes one parameter on one rank, and as another version may."""
     load_deepspeed(torch.device("cpu"))
     from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -172,7 +172,7 @@ def test_what_is_laid_out_otherwise_is_refused(tmp_path: Path, change: Any, word
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         import_deepspeed(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -184,7 +184,7 @@ def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
         import_deepspeed(tmp_path / "empty", tmp_path / "out")
 
 
-def test_nothing_is_opened_without_trust(tmp_path: Path) -> None:
+def test_no_pickle_is_opened_without_trust(tmp_path: Path) -> None:
     for folders in ([str(tmp_path), str(tmp_path / "out")], [str(tmp_path / "out")]):
         result = CliRunner().invoke(app, ["import", *folders])
         assert isinstance(result.exception, UserError)

@@ -1,4 +1,4 @@
-"""Weights leave for other programs and come back from them, unchanged; and nothing in a file is ever run."""
+"""Export and init_from: weights go to other programs and come back unchanged, and no code in a file is ever run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pool import Pool
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.checkpoint import export as export_module
+from shoal.checkpoint import export as export_py
 from shoal.checkpoint import open_checkpoint, write_checkpoint
 from shoal.checkpoint.export import export
 from shoal.checkpoint.init_from import weights_for_model
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def save_model(folder: Path, model: nn.Module, config: dict[str, Any] | None, **about: Any) -> Path:
-    """A checkpoint as a run would write it, with moments beside the weights."""
+    """Writes a checkpoint as a run would, with optimizer slots beside the weights."""
     named = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     names = tied_and_buffers(model)
     weights = {name: tensor for name, tensor in named.items() if name not in names["tied"]}
@@ -62,7 +62,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Callable[[str], tuple[Path, nn.Module]]:
-    """Checkpoints of causal_lm, made once each: (step folder, the recipe's model)."""
+    """Returns a function from a kind of model to its step folder and model; each checkpoint is made once."""
     pytest.importorskip("transformers")
     root, made = tmp_path_factory.mktemp("saved"), dict[str, tuple[Path, nn.Module]]()
 
@@ -77,7 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Cal
             run = check_run(tree)
             torch.manual_seed(3)
             model = run.recipe_type(run.recipe_config).build_model().eval()
-            for parameter in model.parameters():  # norms and biases too, so that a mix-up shows
+            for parameter in model.parameters():  # norms and biases too, so that confusing two of them shows
                 nn.init.normal_(parameter, std=0.2)
             made[kind] = save_model(root / kind / "step_00000001", model, run.tree()), model
         return made[kind]
@@ -86,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Cal
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_hugging_face_folder_opens_and_computes_the_same(
+def test_an_exported_hugging_face_folder_computes_the_same_logits(
     saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, kind: str
 ) -> None:
     import transformers
@@ -94,7 +94,7 @@ def test_a_hugging_face_folder_opens_and_computes_the_same(
     step_dir, model = saved(kind)
     done = export(step_dir, tmp_path / "out", "hf")
     assert {"config.json", "generation_config.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
-    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # as open as each other
+    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1  # all files have the same mode
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(9)[None] % 10
     with torch.no_grad():
@@ -111,10 +111,10 @@ def test_a_hugging_face_folder_opens_and_computes_the_same(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
-def test_deepspeed_is_not_heard(
+def test_the_log_of_deepspeed_is_silent_during_an_export(
     saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is installed, saving imports it, and it says which accelerator it guesses."""
+    """If DeepSpeed is installed, transformers imports it while saving, and it logs a warning about the accelerator."""
     import transformers
 
     heard: list[str] = []
@@ -134,12 +134,12 @@ def test_deepspeed_is_not_heard(
     assert heard == ["of its own run"]
 
 
-def test_many_shards_and_a_smaller_type(
+def test_an_export_with_several_files_and_a_smaller_dtype(
     saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
 
-    monkeypatch.setattr(export_module, "SHARD_SIZE", "20KB")
+    monkeypatch.setattr(export_py, "SHARD_SIZE", "20KB")
     step_dir, model = saved("tied")
     export(step_dir, tmp_path / "out", "hf", dtype="bf16")
     assert len([*(tmp_path / "out").glob("model-*-of-*.safetensors")]) > 1
@@ -153,16 +153,16 @@ def test_many_shards_and_a_smaller_type(
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.float32
 
 
-def test_an_export_that_does_not_come_back_is_none(
+def test_an_export_that_differs_when_read_again_is_not_published(
     saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each form is opened again with the plain library: spoil what that gives, and nothing is published."""
+    """Every export is read again: if that gives other values or other logits, nothing is published."""
     import transformers
 
     step_dir, _ = saved("tied")
     opened = transformers.AutoModelForCausalLM.from_pretrained
 
-    def spoilt(*args: Any, **options: Any) -> Any:
+    def with_another_value(*args: Any, **options: Any) -> Any:
         model = opened(*args, **options)
         with torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
@@ -176,9 +176,12 @@ def test_an_export_that_does_not_come_back_is_none(
         model.lm_head.register_forward_hook(lambda module, inputs, output: output * 1.01)
         return model
 
-    monkeypatch.setattr(export_module, "load_file", other_file)
+    monkeypatch.setattr(export_py, "load_file", other_file)
     monkeypatch.setattr(torch, "load", other_file)
-    for spoil, message in ((spoilt, "up_proj.weight differs in the exported file"), (scaled, "computes other logits")):
+    for spoil, message in (
+        (with_another_value, "up_proj.weight differs in the exported file"),
+        (scaled, "computes other logits"),
+    ):
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spoil)
         with pytest.raises(UserError, match=message):
             export(step_dir, tmp_path / "out", "hf")
@@ -189,7 +192,7 @@ def test_an_export_that_does_not_come_back_is_none(
 
 
 class Tables(nn.Module):
-    """Tied weights, a table in a buffer, a counter, an empty tensor."""
+    """A model with tied weights, a table in a buffer, a counter and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,11 +206,12 @@ class Tables(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "file"), [("safetensors", "w.safetensors"), ("torch", "w.pt")])
-def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) -> None:
+def test_one_file_has_the_names_of_the_model(tmp_path: Path, kind: str, file: str) -> None:
     model, other = Tables(), Tables()
     step_dir = save_model(tmp_path / "step_00000001", model, None)
     done = export(step_dir, tmp_path / file, kind)
-    assert done["nbytes"] == (tmp_path / file).stat().st_size < 10_000  # not the memory that its tensors are views of
+    # Tensors are views of whole files, which must not be written.
+    assert done["nbytes"] == (tmp_path / file).stat().st_size < 10_000
     if kind == "torch":
         other.load_state_dict(torch.load(tmp_path / file, weights_only=True))
     else:
@@ -224,12 +228,12 @@ def test_one_file_with_the_models_names(tmp_path: Path, kind: str, file: str) ->
     load: Callable[[Path], dict[str, Tensor]] = torch.load if kind == "torch" else load_file
     types = {name: tensor.dtype for name, tensor in load(tmp_path / file).items()}
     assert types["embed.weight"] == torch.bfloat16
-    assert (types["table"], types["steps"]) == (torch.float32, torch.int64)  # a rounded table is another table
+    assert (types["table"], types["steps"]) == (torch.float32, torch.int64)  # buffers keep their dtype
     kept = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
     assert weights_for_model(model, str(tmp_path / file)).keys() == kept.keys()
 
 
-def test_what_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, 1e6)
     step_dir = save_model(tmp_path / "step_00000001", model, None)
@@ -238,10 +242,10 @@ def test_what_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "w.pt").exists()
 
 
-def test_a_sharded_checkpoint_is_exported_whole_and_taken_up_in_shards(toy: ToyRun, pool2: Pool) -> None:
-    """FSDP on two writes pieces; the file has whole tensors; a new run on two takes its parts of it."""
+def test_a_sharded_checkpoint_is_exported_whole_and_loaded_into_shards(toy: ToyRun, pool2: Pool) -> None:
+    """FSDP on two ranks writes pieces, the export has whole tensors, and a new run on two ranks loads its shards."""
     keys = ["distributed.strategy=fsdp", "model.hidden=5", "training.max_steps=2", "training.batch_size=2"]
-    pool2.run(train_here, toy.config, keys, init=False)
+    pool2.run(run_training, toy.config, keys, init=False)
     step_dir = toy.output / "checkpoints" / "step_00000002"
     pieces = json.loads((step_dir / "manifest.json").read_text())["tensors"]["model/0.weight"]["pieces"]
     assert len(pieces) == 2
@@ -251,18 +255,18 @@ def test_a_sharded_checkpoint_is_exported_whole_and_taken_up_in_shards(toy: ToyR
     for name, tensor in load_file(file).items():
         assert torch.equal(tensor, expected[name])
     begin = [f"checkpoint.init_from={file}", "training.learning_rate=1e-30", "training.weight_decay=0.0"]
-    pool2.run(train_here, toy.config, [*keys, *begin, f"experiment.output_dir={toy.folder}/next"], init=False)
+    pool2.run(run_training, toy.config, [*keys, *begin, f"experiment.output_dir={toy.folder}/next"], init=False)
     after = open_checkpoint(toy.folder / "next" / "checkpoints" / "step_00000002").read().model
     for name, tensor in expected.items():
         assert torch.equal(after[name], tensor), name
 
 
-def train_here(config: Path, overrides: list[str]) -> None:
+def run_training(config: Path, overrides: list[str]) -> None:
     train(load_run(config, overrides))
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "run", "safetensors", "torch", "nested", "folder"])
-def test_a_run_begins_with_given_weights(toy: ToyRun, form: str) -> None:
+def test_a_run_starts_from_init_from(toy: ToyRun, form: str) -> None:
     toy.train("training.max_steps=2")
     step_dir = toy.output / "checkpoints" / "step_00000002"
     expected = open_checkpoint(step_dir).read().model
@@ -280,12 +284,12 @@ def test_a_run_begins_with_given_weights(toy: ToyRun, form: str) -> None:
     still = ["training.learning_rate=1e-30", "training.weight_decay=0.0", "training.max_steps=1"]
     toy.train(*begin, *still)
     after = open_checkpoint(toy.folder / "next" / "checkpoints" / "step_00000001")
-    assert after.trainer["samples"] == 4  # the position begins anew
+    assert after.trainer["samples"] == 4  # the position starts at zero
     for name, tensor in expected.items():
         assert torch.equal(after.read().model[name], tensor), name
     report = (toy.folder / "next" / "report.txt").read_text()
     assert f"from {place}" in report
-    if form == "torch":  # it goes on with its own weights, also when the file is gone
+    if form == "torch":  # a resumed run needs the file no more
         place.unlink()
         toy.train(*begin, "training.max_steps=2")
         assert (
@@ -294,7 +298,7 @@ def test_a_run_begins_with_given_weights(toy: ToyRun, form: str) -> None:
         )
 
 
-def test_a_damaged_checkpoint_is_no_beginning(toy: ToyRun) -> None:
+def test_init_from_refuses_a_damaged_checkpoint(toy: ToyRun) -> None:
     toy.train("training.max_steps=1")
     step_dir = toy.output / "checkpoints" / "step_00000001"
     data = bytearray((step_dir / "model.safetensors").read_bytes())
@@ -306,7 +310,7 @@ def test_a_damaged_checkpoint_is_no_beginning(toy: ToyRun) -> None:
     assert not (toy.folder / "next" / "checkpoints").exists()
 
 
-def test_tied_weights_come_under_any_of_their_names(tmp_path: Path) -> None:
+def test_tied_weights_may_have_any_of_their_names(tmp_path: Path) -> None:
     model = Tables()
     whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for absent in ("head.weight", "embed.weight", ""):
@@ -327,7 +331,7 @@ class Hostile:
         return (Path.touch, (self.path,))
 
 
-BAD: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+BAD_FILES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "nowhere": (lambda path, ran: None, "no such file"),
     "w.txt": (lambda path, ran: path.write_text("hello"), "unknown kind"),
     "code.pt": (lambda path, ran: torch.save({"a": Hostile(ran)}, path), "could be code"),
@@ -337,9 +341,9 @@ BAD: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "list.pt": (lambda path, ran: torch.save([torch.zeros(2)], path), "not a state dict"),
     "cut.pt": (lambda path, ran: path.write_bytes(b"PK\x03\x04" + bytes(50)), "cannot be read as a torch file"),
     "empty": (lambda path, ran: path.mkdir(), "not a checkpoint and has no"),
-    "outside": (lambda path, ran: hostile_index(path, "../secret.safetensors"), "not in its folder"),
-    "missing": (lambda path, ran: hostile_index(path, "gone.safetensors"), "not in its folder"),
-    "index": (lambda path, ran: hostile_index(path, None), "damaged"),
+    "outside": (lambda path, ran: write_index(path, "../secret.safetensors"), "not in its folder"),
+    "missing": (lambda path, ran: write_index(path, "gone.safetensors"), "not in its folder"),
+    "index": (lambda path, ran: write_index(path, None), "damaged"),
     "huge.safetensors": (
         lambda path, ran: path.write_bytes(huge_header(shape=[1 << 40, 1 << 20])),
         "as safetensors",
@@ -356,7 +360,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 }
 
 
-def hostile_index(folder: Path, name: str | None) -> None:
+def write_index(folder: Path, name: str | None) -> None:
     folder.mkdir()
     save_file({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, folder.parent / "secret.safetensors")
     index = {"weight_map": {"weight": name, "bias": name}} if name else [1]
@@ -369,9 +373,9 @@ def huge_header(shape: list[int]) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_weights_are_refused_in_one_line_and_nothing_runs(tmp_path: Path, name: str) -> None:
-    make, message = BAD[name]
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_weight_files_are_refused_in_one_line_and_run_no_code(tmp_path: Path, name: str) -> None:
+    make, message = BAD_FILES[name]
     make(tmp_path / name, tmp_path / "ran")
     with pytest.raises(UserError, match=message) as caught:
         weights_for_model(nn.Linear(2, 2), str(tmp_path / name))
@@ -381,21 +385,21 @@ def test_bad_weights_are_refused_in_one_line_and_nothing_runs(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_a_pickle_wearing_any_name_in_the_folder(tmp_path: Path, file: str) -> None:
+def test_a_pickle_in_the_place_of_any_file_is_refused(tmp_path: Path, file: str) -> None:
     step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), None)
     length = (step_dir / file).stat().st_size
     (step_dir / file).write_bytes(pickle.dumps(Hostile(tmp_path / "ran")).ljust(length, b"\0"))
     before = sorted(tmp_path.rglob("*"))
     for kind in ("hf", "torch", "safetensors"):
         if file == "optimizer.safetensors" and kind != "hf":
-            continue  # it is not opened for an export
+            continue  # an export does not open this file
         with pytest.raises(UserError):
             export(step_dir, tmp_path / "out", kind)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """As someone would who knows how digests are made."""
+    """Changes a manifest and computes its digest again, as an attacker can."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
@@ -446,13 +450,13 @@ def test_a_module_that_a_manifest_names_is_not_imported(
     assert "evil" not in sys.modules
 
 
-def test_bdh_goes_by_its_own_names(tmp_path: Path) -> None:
+def test_bdh_has_no_model_of_transformers(tmp_path: Path) -> None:
     step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), {"recipe": "bdh"})
     with pytest.raises(UserError, match=r"recipe bdh.*--to safetensors"):
         export(step_dir, tmp_path / "out", "hf")
 
 
-def test_force_replaces_only_what_is_an_export(tmp_path: Path) -> None:
+def test_force_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), None)
     home = tmp_path / "home"
     home.mkdir()
@@ -466,7 +470,7 @@ def test_force_replaces_only_what_is_an_export(tmp_path: Path) -> None:
     assert (home / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), None)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):

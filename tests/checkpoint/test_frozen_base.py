@@ -1,4 +1,4 @@
-"""Frozen weights are referred to by their digests, not copied; without them the adapter alone still opens."""
+"""The frozen base: checkpoints refer to frozen weights by digests, and their stored tensors open without it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ LAYOUTS = {"single": [], "ddp": [], "fsdp": ["distributed.strategy=fsdp"]}
 
 
 class AdapterRun:
-    """A run that trains an adapter, and the files it begins with."""
+    """A run that trains an adapter, and the files that it reads weights from."""
 
     def __init__(self, toy: ToyRun):
         self.folder, self.output, self.config = toy.folder, toy.output, toy.config
@@ -112,7 +112,7 @@ class AdapterRun:
         weights = {name: tensor.detach() for name, tensor in self.model().state_dict().items()}
         adapter = {name: tensor for name, tensor in weights.items() if "down" in name or "up" in name}
         base = {name: tensor for name, tensor in weights.items() if name not in adapter}
-        base[HALF] = base[HALF].bfloat16()  # as bases often are
+        base[HALF] = base[HALF].bfloat16()  # frozen weights are often stored in bf16
         save_file(base, self.base)
         save_file(adapter, self.start)
 
@@ -142,8 +142,8 @@ def run(toy: ToyRun) -> Any:
     sys.modules.pop("adapter_recipe", None)
 
 
-def train_here(config: Path, overrides: list[str]) -> str:
-    """What a user is told, if anything."""
+def run_training(config: Path, overrides: list[str]) -> str:
+    """Trains, and returns the message of a UserError, or an empty string."""
     try:
         train(load_run(config, overrides))
     except UserError as error:
@@ -152,7 +152,7 @@ def train_here(config: Path, overrides: list[str]) -> str:
 
 
 def flip(path: Path, name: str, byte: int = 0) -> None:
-    """One bit of a tensor."""
+    """Flips one bit of a tensor in a safetensors file."""
     data = bytearray(path.read_bytes())
     length = int.from_bytes(data[:8], "little")
     start, end = json.loads(data[8 : 8 + length])[name]["data_offsets"]
@@ -164,7 +164,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a)
 
 
-def test_a_checkpoint_holds_only_what_is_trained(run: AdapterRun) -> None:
+def test_a_checkpoint_stores_only_trained_weights(run: AdapterRun) -> None:
     model = run.train().model
     checkpoint = run.checkpoint()
     assert {name for name in checkpoint.tensors if name.startswith("model/")} == {
@@ -173,7 +173,7 @@ def test_a_checkpoint_holds_only_what_is_trained(run: AdapterRun) -> None:
     assert checkpoint.base.keys() == FROZEN
     assert {reference.source.path for reference in checkpoint.base.values()} == {run.base}
     assert checkpoint.base[HALF].source.dtype == torch.bfloat16
-    assert checkpoint.manifest["format"] == 2  # which a shoal that knows nothing of a base refuses
+    assert checkpoint.manifest["format"] == 2  # a shoal that knows only format 1 refuses it
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     on_disk = sum(path.stat().st_size for path in run.step().glob("*.safetensors"))
@@ -183,7 +183,7 @@ def test_a_checkpoint_holds_only_what_is_trained(run: AdapterRun) -> None:
     assert f"6 frozen tensors are not copied, but stay in {run.base}" in (run.output / "report.txt").read_text()
 
 
-def test_without_frozen_weights_nothing_changes(toy: ToyRun) -> None:
+def test_a_run_without_frozen_weights_has_format_1(toy: ToyRun) -> None:
     toy.train("training.max_steps=2")
     newest = find_latest_checkpoint(toy.output)
     assert newest
@@ -191,14 +191,14 @@ def test_without_frozen_weights_nothing_changes(toy: ToyRun) -> None:
     assert "base" not in open_checkpoint(newest).manifest
 
 
-def test_layouts_continue_each_other(run: AdapterRun, pool2: Pool) -> None:
+def test_every_layout_resumes_from_any_other(run: AdapterRun, pool2: Pool) -> None:
     keys = ["training.lr_scheduler=constant", "training.global_batch_size=8"]
     for step, layout in zip((2, 4, 6, 8), ("single", "ddp", "fsdp", "single"), strict=True):
-        here = [*keys, f"training.max_steps={step}", *LAYOUTS[layout], f"checkpoint.async_save={layout != 'ddp'}"]
+        overrides = [*keys, f"training.max_steps={step}", *LAYOUTS[layout], f"checkpoint.async_save={layout != 'ddp'}"]
         if layout == "single":
-            assert train_here(run.config, here) == ""
+            assert run_training(run.config, overrides) == ""
         else:
-            assert pool2.run(train_here, run.config, here, init=False) == ["", ""]
+            assert pool2.run(run_training, run.config, overrides, init=False) == ["", ""]
         assert run.checkpoint(step).base.keys() == FROZEN
     undisturbed = run.folder / "undisturbed"
     run.train(*keys, "training.max_steps=8", f"experiment.output_dir={undisturbed}")
@@ -209,17 +209,17 @@ def test_layouts_continue_each_other(run: AdapterRun, pool2: Pool) -> None:
 
 
 def read_and_write(config: Path, overrides: list[str], source: Path, target: Path) -> None:
-    """As a run does that goes on and saves at once."""
+    """Loads a checkpoint and saves it again, as a run that resumes does."""
     settings = load_run(config, overrides)
     strategy, recipe = from_config(settings.config), settings.recipe_type(settings.recipe_config)
     with strategy:
         model, weights = build(recipe.build_model, recipe.weights(), seed=7)
         make = lambda m: build_optimizer(settings.config.training, recipe.param_groups(m))  # noqa: E731
         model, optimizer = strategy.prepare(model, make, recipe.parallel_plan(model), weights)
-        here = strategy.state(model, optimizer).model
-        base, checkpoint = FrozenBase(model, weights, here), open_checkpoint(source)
+        model_state = strategy.state(model, optimizer).model
+        base, checkpoint = FrozenBase(model, weights, model_state), open_checkpoint(source)
         state = checkpoint.checked_state(strategy.held())
-        assert base.check(checkpoint, here) == {}  # the model has it already
+        assert base.check(checkpoint, model_state) == {}  # the model has these values already
         strategy.load_state(model, optimizer, state)
         kept, about = base.without_base(strategy.state(model, optimizer))
         write_checkpoint(target, kept, {"step": 4}, about)
@@ -235,32 +235,32 @@ def test_every_layout_reads_and_writes_the_same_bits(run: AdapterRun, pool2: Poo
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_one_bit_of_the_base_is_noticed(run: AdapterRun, pool2: Pool, layout: str) -> None:
+def test_one_flipped_bit_in_the_frozen_base_is_noticed(run: AdapterRun, pool2: Pool, layout: str) -> None:
     run.train()
-    flip(run.base, "head.weight")  # trained, so where it began is no matter
+    flip(run.base, "head.weight")  # this weight is trained, so its first value does not matter
     more = ["training.max_steps=6", "training.global_batch_size=4", "training.batch_size=2", *LAYOUTS[layout]]
     for name in ("blocks.0.base.bias", HALF):
         shutil.copy(run.base, run.folder / "kept")
         flip(run.base, name, byte=-1)
         if layout == "single":
-            told = [train_here(run.config, more)]
+            messages = [run_training(run.config, more)]
         else:
-            told = pool2.run(train_here, run.config, more, init=False)
-        for words in told:
-            assert words.startswith(f"{run.base} is not the base that {run.step()} was trained on: {name} differs")
+            messages = pool2.run(run_training, run.config, more, init=False)
+        for message in messages:
+            assert message.startswith(f"{run.base} is not the base that {run.step()} was trained on: {name} differs")
         shutil.move(run.folder / "kept", run.base)
     assert sorted(path.name for path in (run.output / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
-    assert train_here(run.config, more[:3]) == ""  # it is whole again
+    assert run_training(run.config, more[:3]) == ""  # the file is as it was
 
 
-def test_a_base_may_move_and_be_cut_otherwise(run: AdapterRun) -> None:
-    """It is its tensors that count, and the config says where they are."""
+def test_a_frozen_base_may_be_moved_and_split_into_other_files(run: AdapterRun) -> None:
+    """Only its tensors count; the config says in which files they are."""
     run.train()
     weights = load_file(run.base)
     for number, names in enumerate(([HALF], [name for name in weights if name != HALF])):
         save_file({name: weights[name] for name in names}, run.folder / f"part{number}.safetensors")
     run.base.unlink()
-    assert str(run.base) in train_here(run.config, ["training.max_steps=6"])
+    assert str(run.base) in run_training(run.config, ["training.max_steps=6"])
     files = run.files(run.folder / "part0.safetensors", run.folder / "part1.safetensors", run.start)
     run.train("training.max_steps=6", files, "checkpoint.allow_changed=[model.files]")
     paths = {reference.source.path.name for reference in run.checkpoint(6).base.values()}
@@ -271,8 +271,8 @@ def test_a_base_may_move_and_be_cut_otherwise(run: AdapterRun) -> None:
     )
 
 
-def test_what_was_frozen_may_be_trained_later(run: AdapterRun) -> None:
-    """And the other way round. The files are looked up for what a checkpoint refers to."""
+def test_frozen_weights_may_be_trained_later(run: AdapterRun) -> None:
+    """The reverse works as well: the files of the run are searched for the tensors that a checkpoint refers to."""
     run.train()
     path = run.folder / "adapter_recipe.py"
     path.write_text(path.read_text().replace("nn.Linear(1, width).requires_grad_(False)", "nn.Linear(1, width)"))
@@ -294,7 +294,7 @@ AVERAGE = """
 """
 
 
-def test_what_is_frozen_and_changes_all_the_same_is_stored(run: AdapterRun) -> None:
+def test_a_frozen_parameter_that_changes_is_stored(run: AdapterRun) -> None:
     path = run.folder / "adapter_recipe.py"
     path.write_text(RECIPE.replace("        x = self.embed(input)\n", AVERAGE))
     sys.modules.pop("adapter_recipe", None)
@@ -317,7 +317,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
     return ended.value.code if isinstance(ended.value.code, int) else 0, out + err
 
 
-def test_the_commands_say_what_a_checkpoint_refers_to(
+def test_the_commands_show_the_frozen_base(
     run: AdapterRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.train()
@@ -351,7 +351,7 @@ def test_the_commands_say_what_a_checkpoint_refers_to(
     assert (row["good"], row["missing"]) == (False, None)
 
 
-def test_diff_compares_what_is_referred_to_by_its_digest(run: AdapterRun) -> None:
+def test_diff_compares_the_frozen_base_by_digests(run: AdapterRun) -> None:
     run.train()
     a, whole = run.checkpoint(), run.folder / "whole"
     state = a.read()
@@ -363,16 +363,17 @@ def test_diff_compares_what_is_referred_to_by_its_digest(run: AdapterRun) -> Non
     (worst,) = diff(a, open_checkpoint(run.folder / "altered")).tensors
     assert worst.name == "model/embed.bias"
     assert worst.max_abs == pytest.approx(1)
-    run.base.unlink()  # digests are as good
+    run.base.unlink()  # digests are enough
     a = run.checkpoint()
     assert diff(a, a).equal
-    assert {found.name for found in diff(a, open_checkpoint(whole)).tensors} == {f"model/{HALF}"}  # held as fp32 there
+    # The other checkpoint stores this one as fp32.
+    assert {found.name for found in diff(a, open_checkpoint(whole)).tensors} == {f"model/{HALF}"}
     found = {found.name: found.problem for found in diff(a, open_checkpoint(run.folder / "altered")).tensors}
     assert found.keys() == {f"model/{HALF}", "model/embed.bias"}
     assert all("does not exist" in problem for problem in found.values())
 
 
-def test_an_export_is_whole_or_says_what_is_missing(
+def test_an_export_has_the_frozen_base_or_names_the_missing_file(
     run: AdapterRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.train()
@@ -409,73 +410,77 @@ def test_an_export_is_whole_or_says_what_is_missing(
         export(run.folder / "whole", out / "none", "torch", adapter_only=True)
 
 
-def warnings_of(run: AdapterRun, capsys: pytest.CaptureFixture[str], *keys: str) -> list[str]:
-    """Of a new run that takes one step too small to be seen."""
+def warnings_of_new_run(run: AdapterRun, capsys: pytest.CaptureFixture[str], *keys: str) -> list[str]:
+    """Starts a new run with a learning rate too small to change anything, and returns its warnings."""
     shutil.rmtree(run.folder / "next", ignore_errors=True)
     capsys.readouterr()
     run.train("training.max_steps=1", "training.learning_rate=1e-30", f"experiment.output_dir={run.folder}/next", *keys)
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
-def test_the_adapter_alone_opens_and_says_so(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_from_loads_the_adapter_without_its_base_and_warns(
+    run: AdapterRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.train()
     expected, first = run.checkpoint().read().model, f"checkpoint.init_from={run.step()}"
     moved = run.base.rename(run.folder / "moved.safetensors")
     next_step = run.step(1, run.folder / "next")
 
-    assert warnings_of(run, capsys, first, run.files(moved, run.start)) == []  # it is the same base
+    assert warnings_of_new_run(run, capsys, first, run.files(moved, run.start)) == []  # the frozen base is the same
     assert same(open_checkpoint(next_step).read().model, expected)
 
     other = {name: tensor + 1 for name, tensor in load_file(moved).items()}
     save_file(other, run.folder / "other.safetensors")
-    (told,) = warnings_of(run, capsys, first, run.files(run.folder / "other.safetensors", run.start))
-    assert f"{str(run.step())!r} is an adapter for frozen weights in {run.base}, which this run does not have" in told
-    assert "only the adapter is loaded, and 6 tensors keep their values" in told
+    (warning,) = warnings_of_new_run(run, capsys, first, run.files(run.folder / "other.safetensors", run.start))
+    assert (
+        f"{str(run.step())!r} is an adapter for frozen weights in {run.base}, which this run does not have" in warning
+    )
+    assert "only the adapter is loaded, and 6 tensors keep their values" in warning
     taken = open_checkpoint(next_step)
     assert taken.base.keys() == FROZEN
     for name, tensor in taken.read().model.items():
         assert torch.equal(tensor, other[name].float() if name in FROZEN else expected[name]), name
 
-    (told,) = warnings_of(run, capsys, first, "model.files=[]")  # a model that reads nothing
-    assert f"frozen weights in {run.base}" in told
+    (warning,) = warnings_of_new_run(run, capsys, first, "model.files=[]")  # the model reads no files
+    assert f"frozen weights in {run.base}" in warning
     drawn = open_checkpoint(next_step)
     assert not drawn.base
     assert same({name: drawn.read().model[name] for name in TRAINED}, {name: expected[name] for name in TRAINED})
 
 
-def test_an_exported_adapter_comes_back(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_from_loads_an_exported_adapter(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.train()
     expected, file = run.checkpoint().read().model, run.folder / "a.safetensors"
     export(run.step(), file, "safetensors", adapter_only=True)
-    (told,) = warnings_of(run, capsys, f"checkpoint.init_from={file}")
-    assert told.endswith(f"is only an adapter: 6 frozen tensors keep their values from {run.base}")
+    (warning,) = warnings_of_new_run(run, capsys, f"checkpoint.init_from={file}")
+    assert warning.endswith(f"is only an adapter: 6 frozen tensors keep their values from {run.base}")
     assert same(run.checkpoint(1, run.folder / "next").read().model, expected)
     with pytest.raises(
         UserError, match=r"blocks\.0\.base\.bias is absent in the file"
-    ):  # nothing says where it would come from
+    ):  # without a frozen base the tensor is missing
         weights_for_model(run.model(), str(file))
 
 
-def test_other_weights_over_the_base_are_stored(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_weights_in_the_place_of_the_base_are_stored(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
     other = {name: tensor.float() + 1 for name, tensor in {**load_file(run.base), **load_file(run.start)}.items()}
     save_file(other, run.folder / "w.safetensors")
-    assert warnings_of(run, capsys, f"checkpoint.init_from={run.folder}/w.safetensors") == []
+    assert warnings_of_new_run(run, capsys, f"checkpoint.init_from={run.folder}/w.safetensors") == []
     begun = run.checkpoint(1, run.folder / "next")
     assert not begun.base
     assert "not copied" not in (run.folder / "next" / "report.txt").read_text()
     assert same(begun.read().model, other)
 
 
-def test_what_changed_meanwhile_is_read_again(run: AdapterRun) -> None:
-    """As when the best step is loaded at the end."""
+def test_frozen_weights_that_changed_are_read_again(run: AdapterRun) -> None:
+    """This happens when the best step is loaded at the end of a run."""
     run.train()
     strategy, weights = SingleStrategy(device="cpu"), Weights("files", files=(run.base, run.start))
     model, weights = build(run.model, weights, seed=0)
     make = lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad])  # noqa: E731
     with strategy:
         model, optimizer = strategy.prepare(model, make, ParallelPlan(), weights)
-        here = strategy.state(model, optimizer).model
-        base = FrozenBase(model, weights, here)
+        model_state = strategy.state(model, optimizer).model
+        base = FrozenBase(model, weights, model_state)
         model.get_parameter(HALF).data.zero_()
         state = run.checkpoint().checked_state(strategy.held())
         again = base.check(run.checkpoint(), strategy.state(model, optimizer).model)
@@ -485,7 +490,7 @@ def test_what_changed_meanwhile_is_read_again(run: AdapterRun) -> None:
         assert same(strategy.state(model, optimizer).model, run.checkpoint().read().model)
 
 
-def test_what_is_made_from_several_file_tensors_is_stored(tmp_path: Path) -> None:
+def test_a_tensor_made_from_several_file_tensors_is_stored(tmp_path: Path) -> None:
     """A frozen tensor that the files hold under another name is referred to; one that they hold in another form, also
     if it has the model's name there, is in the checkpoint itself."""
 
@@ -532,7 +537,7 @@ def test_what_is_made_from_several_file_tensors_is_stored(tmp_path: Path) -> Non
         assert set(FrozenBase(model, weights, state.model).check(open_checkpoint(step_dir), state.model)) == set()
 
 
-def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:
+def test_a_hand_written_loop_loads_the_frozen_base(run: AdapterRun) -> None:
     run.train()
     with SingleStrategy(device="cpu") as strategy:
         loop = Loop(strategy)
@@ -545,8 +550,8 @@ def test_a_loop_by_hand_opens_it(run: AdapterRun) -> None:
             loop.load(run.step())
 
 
-def test_a_frozen_checkpoint_of_format_2_still_opens() -> None:
-    """Written by two ranks. Its base lay where nothing lies; a copy of it is beside."""
+def test_a_checkpoint_of_format_2_still_opens() -> None:
+    """The fixture was written by two ranks. The file in its manifest does not exist; a copy is beside the fixture."""
     fixtures = Path(__file__).parent / "fixtures"
     checkpoint = open_checkpoint(fixtures / "format_2")
     assert checkpoint.manifest["format"] == 2
@@ -570,7 +575,7 @@ def also_stored(manifest: dict[str, Any]) -> None:
     tensors["head.weight"] = tensors.pop("embed.weight")
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+FALSE_CLAIMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape": (change({"shape": [2**40, 2**40]}), "impossible"),
     "dtype": (change({"dtype": "load"}), "unknown dtype"),
     "file dtype": (change({"file_dtype": None}), "unknown dtype"),
@@ -582,17 +587,17 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-def test_a_manifest_that_lies_about_its_base_is_refused(run: AdapterRun) -> None:
+def test_false_claims_about_the_frozen_base_are_refused(run: AdapterRun) -> None:
     run.train("training.max_steps=1")
-    for name, (lie, words) in LIES.items():
+    for name, (claim, words) in FALSE_CLAIMS.items():
         shutil.copytree(run.step(1), run.folder / name)
-        rewrite(run.folder / name, lie)
+        forge_manifest(run.folder / name, claim)
         with pytest.raises(DamagedCheckpoint, match=words):
             open_checkpoint(run.folder / name)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """As someone would who knows how digests are made."""
+def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes a manifest and computes its digest again, as an attacker can."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
@@ -601,13 +606,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("what", ["pickle", "folder", "pipe", "zeros", "shape", "name"])
-def test_what_lies_at_the_place_of_a_base_is_not_trusted(run: AdapterRun, what: str) -> None:
-    """Nothing hangs, nothing is run, nothing is loaded."""
+def test_the_file_in_the_place_of_a_frozen_base_is_not_trusted(run: AdapterRun, what: str) -> None:
+    """Nothing hangs, no code is run, and nothing is loaded."""
     run.train()
     if what == "shape":
-        rewrite(run.step(), change({"shape": [1, 64]}))
+        forge_manifest(run.step(), change({"shape": [1, 64]}))
     elif what == "name":
-        rewrite(run.step(), change({"key": "\x00\x1b[2J"}))
+        forge_manifest(run.step(), change({"key": "\x00\x1b[2J"}))
     else:
         size = run.base.stat().st_size
         run.base.unlink()

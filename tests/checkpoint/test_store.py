@@ -1,4 +1,4 @@
-"""Published or absent, checked while reading, and no code in it."""
+"""The store: a checkpoint is published completely or not at all, verified while it is read, and holds no code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def save(folder: Path, step: int = 3, value: float = 1.0, keep_last: int = 9) ->
     return CheckpointManager(folder, keep_last).save(state(value), {"step": step, "samples": 5}, ABOUT)
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path))
     assert checkpoint.trainer == {"step": 3, "samples": 5}
     assert checkpoint.manifest["config"] == {"a": 1}
@@ -79,7 +79,7 @@ FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "strateg
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "pickle"])
-def test_any_damage_is_detected_and_the_previous_one_used(tmp_path: Path, file: str, damage: str) -> None:
+def test_any_damage_is_detected_and_the_previous_checkpoint_is_found(tmp_path: Path, file: str, damage: str) -> None:
     save(tmp_path, step=1)
     path = save(tmp_path, step=2) / file
     data = path.read_bytes()
@@ -106,7 +106,7 @@ def flip(data: bytes, bit: int) -> bytes:
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
-    """Also those of its format, and those that change its text but not what it says, as in 1e-5 and 1E-5."""
+    """This includes its format, and bits that change the text and not its meaning, as in 1e-5 and 1E-5."""
     about = {"config": {"rate": 1e-5, "name": "ü"}}
     folder = CheckpointManager(tmp_path).save(TrainState({"w": torch.ones(1)}, {}), {"step": 1}, about)
     open_checkpoint(folder).read()
@@ -126,8 +126,8 @@ class _Hostile:
         return (Path.touch, (Path(self.path),))
 
 
-def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """As someone would who knows how digests are made."""
+def forge_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a manifest and computes its digest again, as an attacker can."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("digest")
     change(manifest)
@@ -136,7 +136,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> 
 
 
 @pytest.mark.parametrize("file", FILES[1:])
-def test_a_pickle_that_the_manifest_vouches_for(tmp_path: Path, file: str) -> None:
+def test_a_pickle_with_a_matching_digest_is_refused(tmp_path: Path, file: str) -> None:
     folder = save(tmp_path)
     path = folder / file
     path.write_bytes(pickle.dumps(_Hostile(str(tmp_path / "ran"))))
@@ -146,30 +146,30 @@ def test_a_pickle_that_the_manifest_vouches_for(tmp_path: Path, file: str) -> No
         about = {"bytes": path.stat().st_size, "header": header_digest(path), "sha256": digest}
         manifest["files"][file] |= about
 
-    rewrite_manifest(folder, vouch)
-    before = tree(tmp_path)
+    forge_manifest(folder, vouch)
+    before = files_in(tmp_path)
     with pytest.raises(DamagedCheckpoint):
         open_checkpoint(folder).read()
-    assert tree(tmp_path) == before
+    assert files_in(tmp_path) == before
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """What is there, how large, and when it was written."""
+def files_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """Returns all files under a folder with their sizes and modification times."""
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
 
     def point_outside(manifest: dict[str, Any]) -> None:
         manifest["files"]["../../secret.safetensors"] = manifest["files"].pop("model.safetensors")
 
-    rewrite_manifest(folder, point_outside)
-    before = tree(tmp_path)
+    forge_manifest(folder, point_outside)
+    before = files_in(tmp_path)
     with pytest.raises(DamagedCheckpoint, match="outside"):
         open_checkpoint(folder)
-    assert tree(tmp_path) == before
+    assert files_in(tmp_path) == before
 
 
 WEIGHT = "model/weight"
@@ -234,16 +234,16 @@ def name_it(name: str) -> Callable[[dict[str, Any]], None]:
         (name_it("model/other"), "other"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(tmp_path: Path, change: Callable[..., None], words: str) -> None:
+def test_false_claims_in_a_manifest_are_refused(tmp_path: Path, change: Callable[..., None], words: str) -> None:
     folder = save(tmp_path)
-    rewrite_manifest(folder, change)
-    before = tree(tmp_path)
+    forge_manifest(folder, change)
+    before = files_in(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=words):
         open_checkpoint(folder).read()
-    assert tree(tmp_path) == before
+    assert files_in(tmp_path) == before
 
 
-def test_a_part_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_region_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
     weight = open_checkpoint(save(tmp_path)).tensors[WEIGHT]
     assert torch.equal(weight.read(Region((1, 2), (2, 2))), torch.ones(2, 2))
     assert weight.read(Region((3, 0), (0, 4))).shape == (0, 4)
@@ -252,8 +252,8 @@ def test_a_part_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
             weight.read(Region(offset, shape))
 
 
-def test_the_first_checkpoints_still_open() -> None:
-    """Written by two ranks of the first version that had format 1."""
+def test_a_checkpoint_of_format_1_still_opens() -> None:
+    """The fixture was written by two ranks of the first version that had format 1."""
     checkpoint = open_checkpoint(Path(__file__).parent / "fixtures" / "format_1")
     assert checkpoint.trainer == {"step": 3, "samples": 12, "skipped_steps": 0}
     weight = torch.arange(12.0).reshape(3, 4)
@@ -268,7 +268,7 @@ def test_the_first_checkpoints_still_open() -> None:
 
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    rewrite_manifest(folder, lambda manifest: manifest.update(format=99))
+    forge_manifest(folder, lambda manifest: manifest.update(format=99))
     with pytest.raises(UserError, match="format 99"):
         open_checkpoint(folder)
 
@@ -285,8 +285,8 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
-    """And says which file it was."""
+def test_a_full_disk_raises_oserror_with_the_file(tmp_path: Path) -> None:
+    """The error names the file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
@@ -297,12 +297,12 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_all_files_are_as_open_as_each_other(tmp_path: Path) -> None:
+def test_all_files_have_the_same_mode(tmp_path: Path) -> None:
     modes = {path.stat().st_mode for path in save(tmp_path).iterdir()}
     assert len(modes) == 1
 
 
-def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_step_is_replaced_completely(tmp_path: Path) -> None:
     save(tmp_path, value=1.0)
     folder = save(tmp_path, value=5.0)
     assert open_checkpoint(folder).read().model["weight"].unique().item() == 5.0
@@ -310,8 +310,8 @@ def test_a_step_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", ["between the renames", "after the renames"])
-def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path: Path, killed: str) -> None:
-    """As the last step is, when it was saved before it was evaluated."""
+def test_a_kill_during_a_replacement_loses_nothing(tmp_path: Path, killed: str) -> None:
+    """The last step is replaced if it was saved before it was evaluated."""
     folder = save(tmp_path)
     beside, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     shutil.copytree(folder, beside)
@@ -347,8 +347,8 @@ ON = {2: [name for name, (mesh, _) in LAYOUTS.items() if prod(mesh) == 2]}
 ON[4] = [name for name in LAYOUTS if name not in ON[2]]
 
 
-def logical() -> TrainState:
-    """What every layout holds."""
+def whole_state() -> TrainState:
+    """Returns the state with whole tensors."""
     weights = {
         name: torch.arange(prod(shape), dtype=DTYPES.get(name, torch.float32)).reshape(shape)
         for name, shape in SHAPES.items()
@@ -357,8 +357,8 @@ def logical() -> TrainState:
     return TrainState(weights | {"steps": torch.tensor(7)}, moments)
 
 
-def spread(layout: str) -> TrainState:
-    """The same, sharded over this world."""
+def sharded(layout: str) -> TrainState:
+    """Returns the same state, sharded over the ranks of this world."""
     sides, letters = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", sides)
     placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in letters]
@@ -366,7 +366,7 @@ def spread(layout: str) -> TrainState:
     def place(tensor: Tensor) -> Tensor:
         return distribute_tensor(tensor, mesh, placements) if tensor.ndim else tensor
 
-    whole = logical()
+    whole = whole_state()
     return TrainState(
         {name: place(tensor) for name, tensor in whole.model.items()},
         {name: {slot: place(tensor) for slot, tensor in slots.items()} for name, slots in whole.optimizer.items()},
@@ -380,30 +380,30 @@ def named(state: TrainState) -> dict[str, Any]:
 
 def write_spread(folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
-        write_checkpoint(folder / layout, spread(layout), {"step": 1}, {})
+        write_checkpoint(folder / layout, sharded(layout), {"step": 1}, {})
 
 
 def read_spread(folders: list[Path], layouts: list[str]) -> list[str]:
-    """What is wrong with this rank's parts, read from each folder into each layout."""
+    """Returns the shards that differ when each folder is read into each layout."""
     wrong = []
     for folder in folders:
         for layout in layouts:
-            here = spread(layout)
-            stored = named(open_checkpoint(folder).checked_state(held_of(here.model)))
-            for name, tensor in named(here).items():
+            local_state = sharded(layout)
+            stored = named(open_checkpoint(folder).checked_state(held_of(local_state.model)))
+            for name, tensor in named(local_state).items():
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                part = stored[name].read(local_region(tensor))
-                if part.dtype != local.dtype or not torch.equal(part, local):
+                shard = stored[name].read(local_region(tensor))
+                if shard.dtype != local.dtype or not torch.equal(shard, local):
                     wrong.append(f"{name} from {folder.name} in {layout}")
     return wrong
 
 
 def test_every_layout_reads_what_every_layout_wrote(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
-    write_checkpoint(tmp_path / "alone", logical(), {"step": 1}, {})
+    write_checkpoint(tmp_path / "alone", whole_state(), {"step": 1}, {})
     pool2.run(write_spread, tmp_path, ON[2])
     pool4.run(write_spread, tmp_path, ON[4])
     folders = [tmp_path / "alone", *(tmp_path / layout for layout in LAYOUTS)]
-    expected = named(logical())
+    expected = named(whole_state())
     for folder in folders:
         read = named(open_checkpoint(folder).read())
         assert read.keys() == expected.keys()
@@ -412,7 +412,7 @@ def test_every_layout_reads_what_every_layout_wrote(tmp_path: Path, pool2: Pool,
             assert torch.equal(read[name], tensor), (folder.name, name)
         data = [path.read_bytes() for path in folder.glob("*.safetensors")]
         stored = sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in data)
-        assert stored == sum(tensor.nbytes for tensor in expected.values()), folder.name  # replicas once
+        assert stored == sum(tensor.nbytes for tensor in expected.values()), folder.name  # replicas are written once
     assert pool2.run(read_spread, folders, ON[2]) == [[]] * 2
     assert pool4.run(read_spread, folders, ON[4]) == [[]] * 4
 
@@ -429,19 +429,20 @@ def written_bytes(folder: Path) -> Counter[Path]:
 
 def write_many(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    columns = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 10, "f": 10, "large": 60}  # dealt out in this order: 30 and 90
+    # Assigned in this order, one replica would write 30 columns and the other 90.
+    columns = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 10, "f": 10, "large": 60}
     model = {name: distribute_tensor(torch.zeros(4, n), mesh, [Replicate(), Shard(0)]) for name, n in columns.items()}
     write_checkpoint(folder, TrainState(model, {}), {}, {})
 
 
-def test_replicas_share_the_writing(tmp_path: Path, pool4: Pool) -> None:
+def test_replicas_write_equal_amounts(tmp_path: Path, pool4: Pool) -> None:
     pool4.run(write_many, tmp_path / "many")
     written = written_bytes(tmp_path / "many")
     assert [*written.values()] == [2 * 60 * 4] * 4
 
 
 def count_reads(folder: Path, layout: str) -> tuple[int, int]:
-    """Bytes of the pieces this rank opens in a restore, and bytes it holds."""
+    """Returns the bytes of the pieces that this rank opens to restore its state, and the bytes that it holds."""
     opened: dict[Piece, int] = {}
     read = MappedFiles.read
 
@@ -452,24 +453,24 @@ def count_reads(folder: Path, layout: str) -> tuple[int, int]:
 
     MappedFiles.read = spy  # type: ignore[method-assign]
     try:
-        here = spread(layout)
-        stored = named(open_checkpoint(folder).checked_state(held_of(here.model)))
-        for name, tensor in named(here).items():
+        local_state = sharded(layout)
+        stored = named(open_checkpoint(folder).checked_state(held_of(local_state.model)))
+        for name, tensor in named(local_state).items():
             stored[name].read(local_region(tensor))
     finally:
         MappedFiles.read = read  # type: ignore[method-assign]
-    tensors = named(here).values()
+    tensors = named(local_state).values()
     return sum(opened.values()), sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
+def test_a_rank_reads_only_the_pieces_that_it_needs(tmp_path: Path, pool2: Pool, pool4: Pool) -> None:
     pool4.run(write_spread, tmp_path, ["4 rows"])
     for pool, layout in ((pool2, "2 rows"), (pool4, "4 rows"), (pool4, "2 replicas of 2 rows")):
         for opened, held in pool.run(count_reads, tmp_path / "4 rows", layout):
             assert opened == held
 
 
-def attempt(folder: Path, mistake: str) -> str:
+def write_with_mistake(folder: Path, mistake: str) -> str:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     tensor: Tensor = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
     if mistake == "shape":
@@ -501,13 +502,15 @@ def attempt(folder: Path, mistake: str) -> str:
         ("none", "published"),
     ],
 )
-def test_a_wrong_layout_is_never_published(tmp_path: Path, pool2: Pool, mistake: str, words: str) -> None:
-    for told in pool2.run(attempt, tmp_path / "new", mistake):
-        assert words in told
+def test_shards_that_do_not_cover_a_tensor_are_not_published(
+    tmp_path: Path, pool2: Pool, mistake: str, words: str
+) -> None:
+    for message in pool2.run(write_with_mistake, tmp_path / "new", mistake):
+        assert words in message
     assert [path.name for path in tmp_path.iterdir()] == (["new"] if mistake == "none" else [])
 
 
-def test_boxes_make_up_a_tensor_or_not() -> None:
+def test_regions_cover_a_tensor_or_not() -> None:
     quarters = [Region((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
     assert coverage_problem((4, 6), quarters) is None
     assert coverage_problem((), [Region((), ())]) is None
