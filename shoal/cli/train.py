@@ -33,10 +33,11 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
 
     run = load_run(config, overrides or ())
     if wants_processes(run):
-        check_start(run, run.config.launch.processes, any(detect_attempt()))
+        launch = run.config.launch
+        check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
         raise typer.Exit(start(run, sys.argv[1:]))
     world = detect()
-    check = partial(check_start, run, world.size, world.was_restarted)
+    check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
     with among_others(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
             outcome = train_run(run, world, terminal)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from shoal.config.batch import accumulation, derive_batches
 from shoal.config.deepspeed_json import fit_file, idle_keys
-from shoal.config.mesh import DIMENSIONS, fill_mesh, say_mesh
-from shoal.config.schema import ActivationCheckpointingConfig, TrainingConfig
+from shoal.config.mesh import DIMENSIONS, check_cut, data_size, fill_mesh, micro_batches_needed, say_mesh
+from shoal.config.schema import ActivationCheckpointingConfig, Config, TrainingConfig
 from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
 from shoal.errors import UserError
 
@@ -117,6 +118,27 @@ def layout_of(
         not_in_force |= {f"distributed.fsdp.{key}": reason for key in changed}
     if strategy == "mesh" and layout.mesh["pp"] == 1 and layout.schedule != "1f1b":
         not_in_force["distributed.pipeline.schedule"] = "distributed.mesh.pp is 1"
+    return layout
+
+
+def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Layout:
+    """Returns the layout of a run; refuses one that does not fit the processes, the model or the batches.
+
+    It needs neither processes nor the model, so that a command can check before it starts anything.
+    """
+    layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
+    if layout.strategy != "mesh":
+        return layout
+    check_cut(recipe, config.distributed, layout.mesh)
+    data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule
+    for phase in derive_batches(config.training, data_ranks):
+        times, needed = accumulation(phase, data_ranks), micro_batches_needed(schedule, stages)
+        if times < needed:
+            raise UserError(
+                f"distributed.mesh.pp = {stages} with schedule {schedule} needs {needed} micro-batches per step, but "
+                f"training.global_batch_size {phase.global_batch_size} = batch_size {phase.batch_size} × {times} × "
+                f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
+            )
     return layout
 
 

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from shoal.config.batch import accumulation, derive_batches
-from shoal.config.deepspeed_json import fit_file
-from shoal.config.schema import Config
 from shoal.config.schema_distributed import DistributedConfig
 from shoal.errors import UserError
 
@@ -76,28 +73,3 @@ def check_cut(recipe: Any, distributed: DistributedConfig, sizes: Mapping[str, i
             f"distributed.pipeline.schedule = {schedule} on distributed.mesh.pp = {pp} has {needed} stages and needs "
             f"{needed} blocks, but the model has {blocks}; use a smaller pp{fewer}"
         )
-
-
-def check_layout(config: Config, recipe: Any, processes: int) -> int:
-    """Checks the layout of a run before any process starts, and returns the number of data-parallel ranks.
-
-    Refuses a mesh that does not fit the processes, the model or the batches, and a DeepSpeed JSON that contradicts the
-    run.
-    """
-    distributed = config.distributed
-    if distributed.strategy == "deepspeed" and distributed.deepspeed.config_file is not None:
-        fit_file(distributed.deepspeed.config_file, config.training, processes)
-    if distributed.strategy != "mesh" or distributed.mesh is None:
-        return processes
-    sizes = fill_mesh(distributed.mesh.model_dump(), processes)
-    check_cut(recipe, distributed, sizes)
-    data_ranks, stages, schedule = data_size(sizes), sizes["pp"], distributed.pipeline.schedule
-    for phase in derive_batches(config.training, data_ranks):
-        times, needed = accumulation(phase, data_ranks), micro_batches_needed(schedule, stages)
-        if times < needed:
-            raise UserError(
-                f"distributed.mesh.pp = {stages} with schedule {schedule} needs {needed} micro-batches per step, but "
-                f"training.global_batch_size {phase.global_batch_size} = batch_size {phase.batch_size} × {times} × "
-                f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
-            )
-    return data_ranks

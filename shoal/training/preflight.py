@@ -5,16 +5,16 @@ from __future__ import annotations
 from shoal.checkpoint import CheckpointManager
 from shoal.checkpoint.init_from import open_weights
 from shoal.config import Run
-from shoal.config.mesh import check_layout
+from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.processes.world import World
 from shoal.training.resume import find_checkpoints
 
 
-def check_start(run: Run, processes: int, was_restarted: bool) -> None:
-    """Refuses a layout, a checkpoint to resume from, or weights to begin with that `processes` ranks could not use."""
+def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> None:
+    """Refuses a layout, a checkpoint to resume from, or weights to begin with that `size` processes could not use."""
     config = run.config
-    check_layout(config, run.recipe_type(run.recipe_config), processes)
+    check_layout(config, run.recipe_type(run.recipe_config), size, local_size)
     resumes = find_checkpoints(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
     if not resumes and config.checkpoint.init_from:
         open_weights(config.checkpoint.init_from)

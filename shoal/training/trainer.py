@@ -42,7 +42,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
     timeout_seconds = group_timeout_seconds(distributed.timeout, distributed.init_timeout)
     strategy = from_config(run.config, world, timeout_seconds)
     check_world(run, world)
-    check_start(run, world.size, world.was_restarted)
+    check_start(run, world.size, world.local_size, world.was_restarted)
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
             run_lock = folder.enter_context(open_run_folder(run, strategy))

@@ -161,8 +161,8 @@ def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsew
     first = RunLock(tmp_path)
     first.acquire()
     first._stop.set()  # as if it were stopped
-    assert first._heart is not None
-    first._heart.join()
+    assert first._heartbeat_thread is not None
+    first._heartbeat_thread.join()
     os.utime(first.path, (1, 1))
     elsewhere()
     with RunLock(tmp_path) as second:

@@ -11,7 +11,7 @@ from pool import Pool
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.config.mesh import check_layout
+from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.trace import Trace, trace
@@ -169,6 +169,6 @@ def test_two_stages_per_rank_need_twice_the_blocks(tmp_path: Path, schedule: str
         llama(tmp_path, distributed={**layout, "mesh": {"pp": 4}})
     run = llama(tmp_path, distributed={**layout, "mesh": {"pp": -1, "dp_shard": 1}})
     recipe = run.recipe_type(run.recipe_config)
-    check_layout(run.config, recipe, 2)
+    check_layout(run.config, recipe, 2, 2)
     with pytest.raises(UserError, match=words):
-        check_layout(run.config, recipe, 4)
+        check_layout(run.config, recipe, 4, 4)
