@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.launched import free_port
 from verify.runs import failed, on
 
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.processes.group import free_port
 from shoal.verify import prove
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.launch.launcher import start
 from shoal.processes.world import World
-from shoal.training.resume import check_world
+from shoal.training.preflight import check_world
 
 SAME = ("model.dropout=0.0", "training.global_batch_size=8")
 TWO = "launch.procs_per_node=2"
