@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_SECONDS
+from launch.launched import free_port
 from verify.runs import failed, on
 
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.processes.group import free_port
 from shoal.tensors import local_part
 from shoal.verify import prove
 

@@ -5,33 +5,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.errors import UserError
+from shoal.processes.board import keep_board
 from shoal.processes.detect import rank_in
-from shoal.processes.group import free_port
+from shoal.processes.group import say_exit
 
 GRACE_SECONDS = 0.5
 """After an error: peers of a process that died see a lost connection, often before its death is seen here."""
-
-
-@dataclass(frozen=True)
-class _Worker:
-    rank: int
-    process: Any
-    connection: Connection
 
 
 def run_function(function: Callable[..., Any], args: Sequence[Any], processes: int, start_method: str) -> list[Any]:
@@ -43,30 +37,37 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
     method = _choose_method(function, args) if start_method == "auto" else start_method
     # Of a forked process the other threads are gone, and with them OpenMP's, for which it would wait for ever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)
-    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    board = keep_board("127.0.0.1", 0, loopback_only=True)
+    shared = {
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": board.host,
+        "MASTER_PORT": board.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # as torchrun says it: the store is there, so that rank 0 opens none
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
     context: Any = multiprocessing.get_context(method)
-    workers: list[_Worker] = []
-    try:
-        for rank in range(processes):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, **world, **place}
-            ours, theirs = context.Pipe()
-            # Not a daemon: those may have no children, so no workers that load data.
-            process = context.Process(target=_work, args=(theirs, variables, threads, function, args))
-            process.start()
-            theirs.close()
-            workers.append(_Worker(rank, process, ours))
-        results = _collect(workers, method)
-        for worker in workers:
-            worker.connection.send_bytes(b"all have returned")
-        for worker in workers:
-            worker.process.join()
-        return results
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
-            worker.connection.close()
+    with TemporaryDirectory(prefix="shoal-") as folder:
+        workers: list[Any] = []
+        try:
+            for rank in range(processes):
+                variables = {"RANK": rank, "LOCAL_RANK": rank, **shared}
+                # Not a daemon: those may have no children, so no workers that load data.
+                worker = context.Process(
+                    target=_work, args=(rank, processes, Path(folder), threads, variables, function, args)
+                )
+                worker.start()
+                workers.append(worker)
+            running: list[Any] = workers
+            while running:
+                wait([worker.sentinel for worker in running])
+                running = [worker for worker in workers if worker.exitcode is None]
+                _raise_if_any_failed(workers, Path(folder), method)
+            return [pickle.loads(Path(folder, f"result {rank}").read_bytes()) for rank in range(processes)]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
 
 
 def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -74,13 +75,10 @@ def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
 
     A new process cannot import lambdas, functions inside functions, and whatever a notebook or a prompt defined.
     """
-    try:
-        told = pickle.dumps((function, args))
-    except Exception:  # pickle raises several kinds, and classes may raise their own
-        told = b""
-    main_file = getattr(sys.modules["__main__"], "__file__", None)
-    if told and (b"__main__" not in told or (main_file and Path(main_file).exists())):  # else it may be "<stdin>"
-        return "spawn"
+    with suppress(Exception):  # pickle raises several kinds, and classes may raise their own
+        main_file = getattr(sys.modules["__main__"], "__file__", "")
+        if b"__main__" not in pickle.dumps((function, args)) or Path(main_file).is_file():  # it may be "<stdin>"
+            return "spawn"
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         raise UserError(
             f"launch_distributed: a new process cannot import {function!r}, and this "
@@ -89,50 +87,43 @@ def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
     return "fork"
 
 
-def _collect(workers: list[_Worker], method: str) -> list[Any]:
-    results: dict[int, Any] = {}
-    while waiting := [worker for worker in workers if worker.rank not in results]:
-        wait([worker.connection for worker in waiting] + [worker.process.sentinel for worker in waiting])
-        for worker in waiting:
-            died = not worker.process.is_alive()  # asked first: one that replies and then dies has replied
-            error, trace = None, ""
-            with suppress(EOFError, ConnectionError):
-                if worker.connection.poll():
-                    results[worker.rank], error, trace = pickle.loads(worker.connection.recv_bytes())
-                    died = False
-            if error is not None or died:
-                wait([other.process.sentinel for other in workers], 0 if died else GRACE_SECONDS)
-                _raise_if_any_died(workers, method)
-                assert error is not None
-                error.add_note(f"This was raised in rank {worker.rank}:\n{trace}")
-                raise error
-    return [results[worker.rank] for worker in workers]
-
-
-def _raise_if_any_died(workers: list[_Worker], method: str) -> None:
-    for worker in workers:
-        code = worker.process.exitcode
-        if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            hint = "; the call needs `if __name__ == '__main__':` around it" if method == "spawn" and code == 1 else ""
-            raise RuntimeError(f"rank {worker.rank} {how} before it returned{hint}")
+def _raise_if_any_failed(workers: Sequence[Any], folder: Path, method: str) -> None:
+    # Who died comes first, for its peers raise an error and leave with 1.
+    for rank in sorted(range(len(workers)), key=lambda rank: workers[rank].exitcode == 1):
+        code, error_file = workers[rank].exitcode, folder / f"error {rank}"
+        if code is None or (folder / f"result {rank}").exists():
+            continue
+        if error_file.exists():
+            error, trace = pickle.loads(error_file.read_bytes())
+            error.add_note(f"This was raised in rank {rank}:\n{trace}")
+            raise error
+        hint = "; the call needs `if __name__ == '__main__':` around it" if method == "spawn" and code == 1 else ""
+        raise RuntimeError(f"rank {rank} {say_exit(code)} before it returned{hint}")
 
 
 def _work(
-    connection: Connection, variables: dict[str, Any], threads: int, function: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    size: int,
+    folder: Path,
+    threads: int,
+    variables: dict[str, Any],
+    function: Callable[..., Any],
+    args: Sequence[Any],
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     os.environ |= {name: str(value) for name, value in variables.items()}
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     try:
         # By plain pickle: torch would hand over shared memory, which is gone when this process ends.
-        told = pickle.dumps((function(*args), None, ""))
+        result = pickle.dumps(function(*args))
     except BaseException as error:  # SystemExit, and torch's CheckpointException, are not Exceptions
-        told = pickle.dumps((None, _sendable(error), traceback.format_exc()))
-    connection.send_bytes(told)
-    with suppress(EOFError, ConnectionError):
-        connection.recv_bytes()  # leaving before the others have returned would break their last collective
+        (folder / f"error {rank}").write_bytes(pickle.dumps((_sendable(error), traceback.format_exc())))
+        sys.stdout.flush()
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)  # whatever threads the function has left behind
+    (folder / f"result {rank}").write_bytes(result)
+    while len([*folder.glob("result *")]) < size:  # leaving before the others would break their last collective
+        time.sleep(0.01)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -146,8 +137,6 @@ def _sendable(error: BaseException) -> BaseException:
     return error
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _end_with(parent: Any) -> None:
     parent.join()
     os._exit(1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -47,16 +48,16 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
     try:
         saved_before = step_folders(output_dir)
         check()
-        with _log(path, run) as log:
+        with _open_log(path, run) as log:
             if world.rank > 0:
-                os.dup2(log, 1)
-                os.dup2(log, 2)
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
             yield terminal
             _leave_after_rank_0(world)
     except Exception as error:
         by_user = isinstance(error, UserError | PermissionError)
-        show_traceback = not by_user or "--debug" in sys.argv
-        text = traceback.format_exc() if show_traceback else f"shoal: error: {error}\n"
+        is_short = by_user and "--debug" not in sys.argv
+        text = f"shoal: error: {error}\n" if is_short else traceback.format_exc()
         with suppress(OSError), path.open("a") as file:
             file.write(text)
         if peers_are_lost(error):
@@ -70,16 +71,14 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
         os._exit(code)
 
 
-@contextmanager
-def _log(path: Path, run: Run) -> Iterator[int]:
+def _open_log(path: Path, run: Run) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+        return path.open("a")
     except OSError as error:
-        folder = run.config.output_dir
-        raise UserError(f"experiment.output_dir = {folder!r} cannot be written: {error.strerror}") from None
-    with file:
-        yield file.fileno()
+        raise UserError(
+            f"experiment.output_dir = {run.config.output_dir!r} cannot be written: {error.strerror}"
+        ) from None
 
 
 def _leave_after_rank_0(world: World) -> None:
@@ -95,7 +94,6 @@ def _leave_after_rank_0(world: World) -> None:
 def _end_with_launcher(world: World) -> None:
     """On Linux: a launcher that is killed takes its workers along, which save and leave on SIGTERM."""
     if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     if world.launcher_pid not in (None, os.getppid()):
         os._exit(128 + signal.SIGTERM)  # it was killed before we asked to be told

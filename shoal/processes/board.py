@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -29,7 +28,7 @@ def board_of(world: World) -> Any:
         return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
         return _kept_board(world.address, world.port, world.on_one_machine)
-    return _found_board(world.address, world.port)
+    return find_board(world.address, world.port)
 
 
 def store_of(world: World, purpose: str) -> Any:
@@ -38,12 +37,9 @@ def store_of(world: World, purpose: str) -> Any:
     Ranks would otherwise read what the dead have left there, or what an earlier run in the same processes has. All
     ranks have to call this equally often.
     """
-    _calls[world, purpose] += 1
-    prefix = f"{world.attempt_name}, {purpose} {_calls[world, purpose]}"
-    return dist.PrefixStore(prefix, board_of(world))  # type: ignore[attr-defined]
-
-
-_calls: Counter[tuple[World, str]] = Counter()
+    board, name = board_of(world), f"{world.attempt_name}, {purpose}"
+    calls = board.add(f"{name}, calls by rank {world.rank}", 1)
+    return dist.PrefixStore(f"{name} {calls}", board)  # type: ignore[attr-defined]
 
 
 def once_per_node(world: World, task: Callable[[], None]) -> None:
@@ -62,14 +58,11 @@ def once_per_node(world: World, task: Callable[[], None]) -> None:
 
 def keep_board(address: str, port: int, loopback_only: bool) -> Any:
     """Opens a board to others; port 0 takes a free one. Left to itself torch would listen on every interface."""
+    both_families = not loopback_only and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both_families or ":" in address else socket.AF_INET
+    place = (address if loopback_only else "", port)
     try:
-        if loopback_only:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, port), family=family)
-        elif socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server(("", port))
+        listener = socket.create_server(place, family=family, dualstack_ipv6=both_families)
     except OSError as error:
         raise UserError(
             f"MASTER_PORT={port} cannot be used on this machine: {error.strerror}; choose another"
@@ -88,10 +81,8 @@ def keep_board(address: str, port: int, loopback_only: bool) -> Any:
 _kept_board = cache(keep_board)  # stays open until the process ends: others may still look there
 
 
+@lru_cache(maxsize=1)  # a process has one world, however often it asks
 def find_board(address: str, port: int, timeout_seconds: float = 300) -> Any:
     """Connects to the board that another process keeps, waiting for it to come up."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
-_found_board = lru_cache(maxsize=1)(find_board)  # a process has one world, however often it asks

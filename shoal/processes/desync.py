@@ -22,17 +22,15 @@ def check_replicas(named: Mapping[str, Tensor], group: dist.ProcessGroup | None 
 
     Names the first rank and tensor that differ.
     """
-    names = list(named)
     own = torch.stack([fingerprint(local_part(tensor)) for tensor in named.values()])
     by_rank = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(by_rank, own, group=group)
     ranks = dist.get_process_group_ranks(group)
     for rank, hashes in zip(ranks, by_rank, strict=True):
-        different = (hashes != by_rank[0]).nonzero().flatten().tolist()
+        different = [name for name, differs in zip(named, (hashes != by_rank[0]).tolist(), strict=True) if differs]
         if different:
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            first = names[different[0]]
-            raise Desync(f"replicas drifted apart: {first}{more} on rank {rank} is not what rank {ranks[0]} has")
+            raise Desync(f"replicas drifted apart: {different[0]}{more} on rank {rank} is not what rank {ranks[0]} has")
 
 
 def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[int, int]]) -> None:
@@ -42,11 +40,8 @@ def check_samples(micro_batches: Sequence[MicroBatch], expected: Iterable[tuple[
     dist.all_gather_object(by_rank, taken)
     left = Counter(expected)
     for rank, keys in enumerate(by_rank):
-        for epoch, sample in keys:
-            left[epoch, sample] -= 1
-            if left[epoch, sample] < 0:
-                raise Desync(f"rank {rank} took sample {sample} of epoch {epoch}, which is not its own in this step")
-    missing = [key for key, times in left.items() if times > 0]
-    if missing:
-        epoch, sample = missing[0]
-        raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {len(missing) - 1} others of this step")
+        for epoch, sample in Counter(keys) - left:
+            raise Desync(f"rank {rank} took sample {sample} of epoch {epoch}, which is not its own in this step")
+        left -= Counter(keys)
+    for epoch, sample in left:
+        raise Desync(f"no rank took sample {sample} of epoch {epoch}, nor {left.total() - 1} others of this step")

@@ -41,20 +41,28 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
         return _of_group(world, environment)
     if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
         return world
-    numbers = _read_numbers(environment)
+    if missing := [name for name in _NEEDED if name not in environment]:
+        given = ", ".join(f"{name}={environment[name]}" for name in _NEEDED if name in environment)
+        raise UserError(
+            f"the environment says {given}, but not {', '.join(missing)}: "
+            "start the processes by `torchrun` or by launch.procs_per_node, or unset all of them"
+        )
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= size:
+        raise UserError(f"the environment says RANK={rank} in a world of WORLD_SIZE={size}; ranks count from 0")
     launcher_pid = environment.get("SHOAL_LAUNCHER")
-    torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment variables"
+    others = "torchrun" if world.run_id else "environment variables"
     return replace(
         world,
-        rank=numbers["RANK"],
-        size=numbers["WORLD_SIZE"],
-        local_rank=numbers["LOCAL_RANK"],
-        local_size=numbers.get("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]),
+        rank=rank,
+        size=size,
+        local_rank=_number(environment, "LOCAL_RANK"),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", size),
         address=environment["MASTER_ADDR"],
-        port=numbers["MASTER_PORT"],
+        port=_number(environment, "MASTER_PORT"),
         launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launcher_pid=int(launcher_pid) if launcher_pid else None,
-        found_by="shoal's launcher" if launcher_pid else torchrun,
+        found_by="shoal's launcher" if launcher_pid else others,
     )
 
 
@@ -64,8 +72,8 @@ def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, in
     shoal's launcher counts its attempts in torchrun's run id.
     """
     launched = re.fullmatch(r"attempt (\d+)", environment.get("TORCHELASTIC_RUN_ID", ""))
-    slurm, torchrun = environment.get("SLURM_RESTART_COUNT", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "")
-    return _number(slurm), int(launched[1]) if launched else 0, _number(torchrun)
+    slurm, torchrun = (_number(environment, f"{name}_RESTART_COUNT") for name in ("SLURM", "TORCHELASTIC"))
+    return slurm, int(launched[1]) if launched else 0, torchrun
 
 
 def detect_node(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> Node:
@@ -73,23 +81,21 @@ def detect_node(nodes: int, procs_per_node: int, environment: Mapping[str, str] 
     if nodes == 1:
         detect(environment)  # refuses a rank that some other launcher half gave us
         return Node()
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]
-    if missing:
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]:
         raise UserError(
             f"launch.nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of every "
             f"node; missing: {', '.join(missing)}"
         )
-    address, port, rank = environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["NODE_RANK"]
-    if not port.isdigit() or not rank.isdigit() or int(rank) >= nodes:
-        raise UserError(f"MASTER_PORT={port}, NODE_RANK={rank}: both are numbers, and NODE_RANK is below {nodes}")
+    node = Node(_number(environment, "NODE_RANK"), environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
+    if node.rank >= nodes:
+        raise UserError(f"NODE_RANK={node.rank}: it must be below {nodes}, which is launch.nodes")
     processes = nodes * procs_per_node
-    size = environment.get("WORLD_SIZE", str(processes))
-    if size != str(processes):
+    if (size := _number(environment, "WORLD_SIZE", processes)) != processes:
         raise UserError(
             f"the environment says WORLD_SIZE={size}, but launch.nodes {nodes} × procs_per_node "
             f"{procs_per_node} = {processes}; unset it or make them agree"
         )
-    return Node(int(rank), address, int(port))
+    return node
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
@@ -102,26 +108,6 @@ def rank_in(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get("RANK")
 
 
-def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
-    missing = [name for name in _NEEDED if name not in environment]
-    if missing:
-        given = ", ".join(f"{name}={environment[name]}" for name in _NEEDED if name in environment)
-        raise UserError(
-            f"the environment says {given}, but not {', '.join(missing)}: "
-            "start the processes by `torchrun` or by launch.procs_per_node, or unset all of them"
-        )
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        if name in environment:
-            if not environment[name].isdigit():
-                raise UserError(f"the environment says {name}={environment[name]!r}, which is not a number")
-            numbers[name] = int(environment[name])
-    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
-    if rank >= size:
-        raise UserError(f"the environment says RANK={rank} in a world of WORLD_SIZE={size}; ranks count from 0")
-    return numbers
-
-
 def _of_group(world: World, environment: Mapping[str, str]) -> World:
     """Returns the world with the ranks of the default process group.
 
@@ -131,12 +117,12 @@ def _of_group(world: World, environment: Mapping[str, str]) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     address = environment.get("MASTER_ADDR", "127.0.0.1")
     devices = size if address in LOOPBACK else torch.accelerator.device_count() or size
-    local_size = _number(environment.get("LOCAL_WORLD_SIZE", "")) or devices
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", devices)
     return replace(
         world,
         rank=rank,
         size=size,
-        local_rank=int(environment.get("LOCAL_RANK", rank % local_size)),
+        local_rank=_number(environment, "LOCAL_RANK", rank % local_size),
         local_size=local_size,
         address=address,
         group="imagined" if dist.get_backend() == "fake" else "made",
@@ -156,5 +142,8 @@ def _job(environment: Mapping[str, str]) -> str:
     return f"torchrun {run_id}" if run_id else ""
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise UserError(f"the environment says {name}={text!r}, which is not a number")
+    return int(text)

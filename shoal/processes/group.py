@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import sys
 from datetime import timedelta
 from functools import cache
@@ -33,21 +33,18 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
     """Makes the default process group, unless somebody has."""
     if dist.is_initialized():
         return
-    if world.size == 1:  # nobody to talk to, so nowhere to listen
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
-        return
     if world.on_one_machine:  # which nobody else is to reach
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    alone = world.size == 1  # nobody to talk to, so nowhere to listen
     dist.init_process_group(
         backend,
-        store=store_of(world, "process group"),
+        store=dist.HashStore() if alone else store_of(world, "process group"),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if "nccl" in backend else None,
+        device_id=device if "nccl" in backend and not alone else None,
     )
 
 
@@ -74,13 +71,10 @@ def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def choose_backend(wanted: str, device: torch.device, world: World) -> str:
     """gloo for CPU tensors and NCCL for CUDA's, unless ranks share a GPU, which NCCL refuses."""
-    if device.type != "cuda":
-        if wanted == "nccl":
-            raise UserError(
-                f"distributed.backend = nccl needs a CUDA device, but the run is on {device.type}; use auto"
-            )
-        return "gloo"
-    if wanted == "gloo":
+    on_cuda = device.type == "cuda"
+    if wanted == "nccl" and not on_cuda:
+        raise UserError(f"distributed.backend = nccl needs a CUDA device, but the run is on {device.type}; use auto")
+    if wanted == "gloo" or not on_cuda:
         return "gloo"
     if world.local_size > torch.cuda.device_count():
         raise UserError(
@@ -92,12 +86,10 @@ def choose_backend(wanted: str, device: torch.device, world: World) -> str:
 
 def peers_are_lost(error: BaseException) -> bool:
     """Whether an error says no more than that other processes are gone, which is never the cause."""
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    is_torchs = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    return is_torchs or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def say_exit(code: int) -> str:
+    """Returns how a process ended, in words, from what `multiprocessing` calls its exit code."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

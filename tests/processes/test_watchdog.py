@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ from shoal.processes.world import World
 
 
 def sighting(rank: int, marks: int = 10, collective: str = "all_reduce", **changes: Any) -> Sighting:
-    values = {"step": 3, "phase": "saving", "started": True, "still_seconds": 5.0, "clock": "12:00:00"}
-    return Sighting(rank, f"host{rank // 4}", "", 100 + rank, marks, collective=collective, **(values | changes))
+    values = {"place": "step 3, saving", "still_seconds": 5.0, "clock": "12:00:00"}
+    return Sighting(rank, f"host{rank // 4} pid:[1]", 100 + rank, marks, collective=collective, **(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_who_did_not_arrive(answers: Sequence[Sighting | None], missing: list[in
 
 def test_a_large_world_is_told_in_few_lines() -> None:
     answers = {rank: sighting(rank, frames=["a.py:1 in save"]) for rank in range(64) if rank not in (5, 9)}
-    last_seen = answers | {5: sighting(5, phase="logs", frames=["b.py:2 in read"])}
+    last_seen = answers | {5: sighting(5, place="step 3, logs", frames=["b.py:2 in read"])}
     assert describe([5, 9], answers, last_seen, "distributed.timeout = 3 s").splitlines() == [
         "the run hangs: ranks 5, 9 did not arrive within distributed.timeout = 3 s",
         "  rank 5 (host1, process 105): silent since 12:00:00, when it was in step 3, logs, in all_reduce, for 5 s",
@@ -72,7 +74,7 @@ def test_a_large_world_is_told_in_few_lines() -> None:
 
 def test_a_sighting_travels() -> None:
     seen = sighting(3, frames=["a.py:1 in f"])
-    assert Sighting.from_json(seen.to_json().encode()) == seen
+    assert Sighting(**json.loads(json.dumps(asdict(seen)))) == seen
 
 
 def test_collectives_are_seen_on_the_stack() -> None:
