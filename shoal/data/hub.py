@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 
 _REACH_SECONDS = 5.0
 
@@ -37,7 +37,7 @@ def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
-        reason = " ".join(str(error).split())[:300] if reached else "the Hugging Face Hub cannot be reached"
+        reason = one_line(error) if reached else "the Hugging Face Hub cannot be reached"
         raise UserError(
             f"{key} = {name!r}: it cannot be loaded: {reason}; give a local path or a name on the Hugging Face Hub"
         ) from error

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.observe.retrying_file import RetryingFile
 
 _warnings = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Loggers:
             except Exception as error:
                 self._loggers.remove(logger)
                 _warnings.warning(
-                    "%s failed at %s and is off; training continues: %s", type(logger).__name__, when, _one_line(error)
+                    "%s failed at %s and is off; training continues: %s", type(logger).__name__, when, one_line(error)
                 )
 
 
@@ -240,7 +240,7 @@ class WandbLogger:
             )
         except Exception as error:
             hint = "run `wandb login`, or set logging.wandb.mode=offline"
-            raise UserError(f"logging.wandb.mode = {config.mode}: {_one_line(error)}; {hint}") from error
+            raise UserError(f"logging.wandb.mode = {config.mode}: {one_line(error)}; {hint}") from error
         id_file.write_text(run_id)
         self._html = wandb.Html
         self._first_new_step = self._run.step  # W&B refuses steps it already has
@@ -284,7 +284,7 @@ class MlflowLogger:
                     client.log_batch(self._run_id, params=params[start : start + 100])
         except Exception as error:
             hint = "use the address of a server, or of a database that the full mlflow package can open"
-            raise UserError(f"logging.mlflow.tracking_uri = {uri}: {_one_line(error)}; {hint}") from error
+            raise UserError(f"logging.mlflow.tracking_uri = {uri}: {one_line(error)}; {hint}") from error
         id_file.write_text(self._run_id)
         self._metric = mlflow.entities.Metric
         self._error: Exception | None = None
@@ -342,7 +342,3 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

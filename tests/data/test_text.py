@@ -129,17 +129,17 @@ def test_nothing_is_tokenised_twice(folder, monkeypatch):
     assert open_text(text(folder, seq_length=2))[0].tokens.tobytes().startswith(b"changed\0")
 
 
-@pytest.mark.parametrize("damage", ["cut short", "garbage", "empty", "half-written beside"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "unfinished temporary file"])
 def test_a_damaged_cache_is_prepared_again(folder, cache, damage):
     config = text(folder, seq_length=8, eval_fraction=0)
     prepare_text(config)
     [path] = cache.glob("*.npy")
     whole = path.read_bytes()
-    if damage == "half-written beside":
+    if damage == "unfinished temporary file":
         path.rename(path.with_suffix(".tmp"))
         path.with_suffix(".tmp").write_bytes(whole[:50])
     else:
-        path.write_bytes({"cut short": whole[:-5], "garbage": b"x" * 500, "empty": b""}[damage])
+        path.write_bytes({"truncated": whole[:-5], "garbage": b"x" * 500, "empty": b""}[damage])
     with pytest.raises(UserError, match=r"dataset.cache_dir: .* missing or damaged"):
         open_text(config)
     prepare_text(config)

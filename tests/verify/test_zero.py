@@ -27,9 +27,9 @@ def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=11, gradient_accumulation=accumulation)
     for verdict in prove(run, 2, STAGES, runner=on(pool2)):
         assert failed(verdict) == {}, verdict.layout
-        told = {check.name: check.detail for check in verdict.checks}
-        assert told["optimizer bytes"].startswith("0.50 of one device ")
-        assert told["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
+        details = {check.name: check.detail for check in verdict.checks}
+        assert details["optimizer bytes"].startswith("0.50 of one device ")
+        assert details["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
 
 
 @with_adamw
@@ -71,9 +71,9 @@ def test_what_it_has_not_is_said() -> None:
 
 def test_without_the_package_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.verify.layouts.is_installed", lambda: False)
-    told = why_not(ragged(global_batch_size=8), LAYOUTS["zero_1"], 2)
-    assert told is not None
-    assert "shoal[deepspeed]" in told
+    reason = why_not(ragged(global_batch_size=8), LAYOUTS["zero_1"], 2)
+    assert reason is not None
+    assert "shoal[deepspeed]" in reason
 
 
 @pytest.mark.slow
