@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from conftest import ToyRun
-from launched import TORCHRUN, Launched, free_port, saved, tensors
-from test_interrupted import slow_toy, undisturbed  # noqa: F401
+from launched import TORCHRUN, Launched, free_port, tensors
+from test_interrupted import undisturbed
 
 TWO = "launch.procs_per_node=2"
-SHORT = "distributed.timeout=3"
+SHORT = "distributed.timeout=6"
 AGAIN = "shoal: rank 1 hung; starting again, from the last checkpoint if there is one (1 of 3)\n"
 ONCE = "launch.max_restarts=0"
 
-# Once, in the first attempt, on rank 1, when the run is under way.
-HANG = """
-import ctypes, os, time
+# Once, in the first attempt of shoal's launcher or of torchrun, on rank 1, when the run is under way.
+HANG = '''
+import ctypes, os, signal, time
+from shoal.processes.watchdog import Watchdog
+
+looks, limit_seconds = [], Watchdog.limit_seconds
+
+def look(watchdog):
+    looks.append(watchdog.started)
+    return limit_seconds(watchdog)
+
+Watchdog.limit_seconds = look
+
+def wait_until_all_know_that_this_rank_has_started():
+    """Before, the timeout is the longer one. The last look may not be through yet."""
+    while not any(looks[:-1]):
+        time.sleep(0.01)
+
+SHOALS_ATTEMPT = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("attempt ")
+IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and SHOALS_ATTEMPT not in ("1", "2", "3")
+
+def hold_pythons_lock(seconds):
+    wait_until_all_know_that_this_rank_has_started()
+    ctypes.PyDLL(None).sleep(seconds)
+
+def stop_myself(seconds):
+    wait_until_all_know_that_this_rank_has_started()
+    open("stopped", "w").write(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def hang_once(calls=[]):
     calls.append(1)
-    if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RUN_ID"] == "attempt 0" and len(calls) == {calls}:
+    if os.environ.get("RANK") == "1" and IS_FIRST and len(calls) == {calls}:
         {sleep}({seconds})
-"""
+'''
+SAMPLE, CALLS = 'return {"x"', 21  # the first of step 6: a rank takes four samples a step
 
 
 def hang(toy: ToyRun, before: str, calls: int, seconds: float = 1000, sleep: str = "time.sleep") -> None:
@@ -45,31 +69,27 @@ def message(run: Launched, last: str = "shoal: rank 1 hung; giving up after 0 re
     assert text != run.err, run.err
     assert rest == ""
     assert text.count("the run hangs") == 1
-    assert re.match(r"shoal: the run hangs: rank 1 did not arrive within distributed\.timeout = 3 s\n", text), text
+    assert re.match(rf"shoal: the run hangs: rank 1 did not arrive within {SHORT.replace('=', ' = ')} s\n", text), text
     return text
 
 
 @pytest.mark.slow
-def test_a_stopped_rank(slow_toy: ToyRun, pool2: Any) -> None:  # noqa: F811
-    with Launched(slow_toy, TWO, SHORT) as run:
-        run.until(saved(slow_toy, 4))
-        stopped = run.ranks()[1]
-        os.kill(stopped, signal.SIGSTOP)
-        began = time.monotonic()
-        run.until(lambda: stopped not in run.ranks().values(), 12)
-        assert time.monotonic() - began < 9
+def test_a_stopped_rank(toy: ToyRun, pool2: Any) -> None:
+    hang(toy, SAMPLE, CALLS, sleep="stop_myself")
+    with Launched(toy, TWO, SHORT) as run:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
+    stopped = (toy.folder / "stopped").read_text()
     told = message(run, AGAIN)
     assert re.search(rf"rank 1 \(.+, process {stopped}\): silent since \d\d:\d\d:\d\d, when it was in step \d+, ", told)
-    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .* in (all_reduce|backward|\w+gather\w*), for 3 s\n", told)
-    assert "shoal/training/trainer.py:" in told
-    assert "all threads of rank 0:\n" in (slow_toy.output / "logs" / "rank_0.log").read_text()
-    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+    # Which frames of the waiting rank are the innermost depends on how far it got.
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .+, in \w+, for \d+ s\n(    \S+\.py:\d+ in \S+\n)+", told)
+    assert "all threads of rank 0:\n" in (toy.output / "logs" / "rank_0.log").read_text()
+    assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
 
 
 CASES = {
-    "the loader": ('return {"x"', 21, r"step 6, waiting for data"),  # four samples a step
+    "the loader": (SAMPLE, CALLS, r"step 6, waiting for data"),
     "the forward": ('return {"input"', 9, r"step [567], forward, backward and update"),
 }
 
@@ -84,9 +104,9 @@ def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
         assert run.nothing_left()
     told = message(run)
     assert re.search(
-        rf"rank 1 \(.+, process \d+\): {place}, for \d s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+        rf"rank 1 \(.+, process \d+\): {place}, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
     )
-    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .*, in \w+, for \d s\n", told)
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .*, in \w+, for \d+ s\n", told)
     assert "all threads of rank 1:\n" in (toy.output / "logs" / "rank_1.log").read_text()
     assert "in hang_once" in (toy.output / "logs" / "rank_1.log").read_text()
 
@@ -102,37 +122,36 @@ def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
         assert run.nothing_left()
     told = message(run)
     assert re.search(
-        r"rank 1 \(.+\): step \d+, saving, for \d s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+        r"rank 1 \(.+\): step \d+, saving, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
     )
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_pythons_lock(slow_toy: ToyRun) -> None:  # noqa: F811
+def test_a_rank_that_holds_pythons_lock(toy: ToyRun) -> None:
     """Its watchdog cannot run either, and yet its stacks are written."""
-    hang(slow_toy, 'return {"input"', 12, sleep="ctypes.PyDLL(None).sleep")
-    with Launched(slow_toy, TWO, SHORT, ONCE) as run:
+    hang(toy, 'return {"input"', 12, sleep="hold_pythons_lock")
+    with Launched(toy, TWO, SHORT, ONCE) as run:
         assert run.wait() == 1, run.err
         assert run.nothing_left()
     assert re.search(r"rank 1 \(.+, process \d+\): silent since", message(run))
-    log = (slow_toy.output / "logs" / "rank_1.log").read_text()
-    assert "Timeout (0:00:03)!" in log
+    log = (toy.output / "logs" / "rank_1.log").read_text()
+    assert "Timeout (0:00:06)!" in log
     assert "in hang_once" in log
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_silent_as_a_whole(slow_toy: ToyRun) -> None:  # noqa: F811
+def test_a_machine_that_is_silent_as_a_whole(toy: ToyRun) -> None:
     """Nobody there can end its one process but the launcher: rank 0 is made to believe that it is elsewhere."""
-    path = slow_toy.folder / "toy_recipe.py"
+    hang(toy, SAMPLE, CALLS, sleep="stop_myself")
+    path = toy.folder / "toy_recipe.py"
     elsewhere = "import os\nimport shoal.processes.watchdog as w\nif os.environ.get('RANK') == '0':\n"
     path.write_text(f"{elsewhere}    w.this_machine = lambda: 'elsewhere'\n{path.read_text()}")
     options = ("launch.nodes=2", "launch.procs_per_node=1", SHORT)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        Launched(slow_toy, *options, **meet, NODE_RANK="0") as one,
-        Launched(slow_toy, *options, **meet, NODE_RANK="1") as other,
+        Launched(toy, *options, **meet, NODE_RANK="0") as one,
+        Launched(toy, *options, **meet, NODE_RANK="1") as other,
     ):
-        one.until(saved(slow_toy, 4))
-        os.kill(other.ranks()[1], signal.SIGSTOP)
         assert one.wait() == 0, one.err
         assert other.wait() == 0, other.err
     assert message(one, AGAIN)
@@ -140,25 +159,24 @@ def test_a_machine_that_is_silent_as_a_whole(slow_toy: ToyRun) -> None:  # noqa:
 
 
 @pytest.mark.slow
-def test_a_hang_under_torchrun(slow_toy: ToyRun, pool2: Any) -> None:  # noqa: F811
+def test_a_hang_under_torchrun(toy: ToyRun, pool2: Any) -> None:
+    hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
-    with Launched(slow_toy, *TORCHRUN, *options, SHORT) as run:
-        run.until(saved(slow_toy, 4))
-        os.kill(run.ranks()[1], signal.SIGSTOP)
+    with Launched(toy, *TORCHRUN, *options, SHORT) as run:
         assert run.wait() == 0, run.err
     assert run.err.count("the run hangs: rank 1 did not arrive") == 1
-    assert tensors(slow_toy.output, 10) == undisturbed(slow_toy, pool2, TWO)
+    assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "calls", "seconds"),
-    [('return {"x"', 21, 2.5), ('return {"input"', 1, 8.0)],
+    [(SAMPLE, CALLS, 2.5), ('return {"input"', 1, 15.0)],
     ids=["a slow sample", "a slow first step"],
 )
 def test_a_slow_rank_is_left_alone(toy: ToyRun, before: str, calls: int, seconds: float) -> None:
     hang(toy, before, calls, seconds)
-    with Launched(toy, TWO, "distributed.timeout=5") as run:
+    with Launched(toy, TWO, "distributed.timeout=10") as run:
         assert run.wait() == 0, run.err
     assert run.err == ""
 
@@ -166,10 +184,10 @@ def test_a_slow_rank_is_left_alone(toy: ToyRun, before: str, calls: int, seconds
 @pytest.mark.slow
 def test_a_hang_while_starting(toy: ToyRun) -> None:
     hang(toy, "hidden = self", 1)
-    with Launched(toy, TWO, "distributed.init_timeout=4") as run:
+    with Launched(toy, TWO, "distributed.init_timeout=10") as run:
         assert run.wait() == 0, run.err
-    assert "rank 1 did not arrive within distributed.init_timeout = 4 s" in run.err
-    assert re.search(r"rank 1 \(.+\): step 0, building the model, for \d s", run.err)
+    assert "rank 1 did not arrive within distributed.init_timeout = 10 s" in run.err
+    assert re.search(r"rank 1 \(.+\): step 0, building the model, for \d+ s", run.err)
     assert run.err.endswith(AGAIN)
 
 

@@ -89,57 +89,68 @@ def test_collectives_are_seen_on_the_stack() -> None:
     assert collective_of([]) == ""
 
 
-def wait_in_a_collective() -> tuple[str, str]:
-    """Rank 0 waits in a thread of its own, as one that writes in the background, and its loop for that thread."""
+def wait_in_a_collective(seen: Path) -> tuple[str, str]:
+    """Rank 0 waits in a thread of its own, as one that writes in the background, and its loop for that thread.
+
+    Rank 1 joins when rank 0 was seen to wait.
+    """
     world = World(dist.get_rank(), 1)
     found: list[Sighting] = []
     with Watchdog(world, 100, 100) as watchdog:
         watchdog.at("saving", 7)
         total = torch.ones(1)
         if dist.get_rank() == 1:
-            time.sleep(0.6)
+            while not seen.exists():
+                time.sleep(0.01)
             dist.all_reduce(total)
             return "", ""
-        background = threading.Thread(
-            target=once_per_node,
-            args=(
-                World(),
-                lambda: dist.all_reduce(total),
-            ),
-        )
-        look = threading.Thread(target=lambda: (time.sleep(0.3), found.append(watchdog._sighting())))
-        look.start()
+
+        def look() -> None:
+            while not found or not found[-1].collective:  # or for ever
+                found.append(watchdog._sighting())
+                time.sleep(0.01)
+            seen.touch()
+
+        background = threading.Thread(target=once_per_node, args=(World(), lambda: dist.all_reduce(total)))
+        looking = threading.Thread(target=look)
+        looking.start()
         background.start()
         background.join()
-        look.join()
-    return str(found[0]), found[0].frames[-1]
+        looking.join()
+    return str(found[-1]), found[-1].frames[-1]
 
 
-def test_a_loop_that_waits_for_its_writing_thread(pool2: Any) -> None:
-    (where, innermost), _ = pool2.run(wait_in_a_collective)
-    assert where == "step 7, saving, in all_reduce, for 0 s"
+def test_a_loop_that_waits_for_its_writing_thread(pool2: Any, tmp_path: Path) -> None:
+    (where, innermost), _ = pool2.run(wait_in_a_collective, tmp_path / "seen")
+    assert re.fullmatch(r"step 7, saving, in all_reduce, for \d+ s", where)
     assert innermost.startswith("torch/distributed/distributed_c10d.py:")
 
 
 def hang(folder: Path) -> tuple[str, list[int]]:
-    """Rank 1 sleeps, and later goes on: here the watchdogs are kept from ending the processes."""
+    """Rank 1 hangs until both watchdogs want to end their processes, from which they are kept here."""
     world = detect()
     board_of(world)
     exits: list[int] = []
+    reading, writing = os.pipe()
 
     def leave(code: int) -> None:
         exits.append(code)
+        (folder / f"left {world.rank}").touch()
+        while not all((folder / f"left {rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        os.write(writing, b"go on")
         raise SystemExit  # of the watchdog's thread alone
 
     watchdog_module.os._exit = leave  # type: ignore[assignment]
     message = folder / f"message {world.rank}"
     log = folder / f"rank_{world.rank}.log"
     with message.open("w") as terminal, Watchdog(world, 1, 60, log, terminal.fileno()) as watchdog:
+        watchdog.grace_seconds = 4  # on a busy machine a rank may be slow to answer
         watchdog.started = True
         dist.barrier()
         watchdog.at("evaluation", 5)
         if world.rank == 1:
-            time.sleep(5)
+            os.read(reading, 1)
         dist.all_reduce(torch.ones(1))
     return message.read_text(), exits
 
@@ -151,9 +162,9 @@ def test_a_rank_that_sleeps_while_the_other_waits(tmp_path: Path) -> None:
     (told,) = filter(None, [first, second])  # by one of them
     assert re.fullmatch(
         r"shoal: the run hangs: rank 1 did not arrive within distributed\.timeout = 1 s\n"
-        r"  rank 1 \(.+, process \d+\): step 5, evaluation, for 1 s\n"
+        r"  rank 1 \(.+, process \d+\): step 5, evaluation, for \d+ s\n"
         r"(    .+\n)*    .*test_watchdog\.py:\d+ in hang\n"
-        r"  rank 0 \(.+, process \d+\): step 5, evaluation, in all_reduce, for 1 s\n"
+        r"  rank 0 \(.+, process \d+\): step 5, evaluation, in all_reduce, for \d+ s\n"
         r"(    .+\n)*    torch/distributed/distributed_c10d\.py:\d+ in all_reduce\n"
         rf"  the stacks of all threads are in {tmp_path}/rank_<n>\.log\n",
         told,
@@ -171,19 +182,19 @@ def test_torch_waits_longer_than_the_watchdog() -> None:
 def test_what_was_seen_is_not_kept() -> None:
     """The loop's frames hold its tensors, and the loop collects garbage rarely."""
 
-    def compute() -> weakref.ref[torch.Tensor]:
+    def compute(watchdog: Watchdog) -> weakref.ref[torch.Tensor]:
         tensor = torch.ones(1)
-        time.sleep(0.1)
+        while watchdog._seen is None:
+            time.sleep(0.01)
         return weakref.ref(tensor)
 
     watchdog = Watchdog(World(), 0.02, 0.02)
     gc.disable()
     try:
         with watchdog:
-            computed = compute()
-            assert watchdog._seen is not None
-            time.sleep(0.1)
-            assert computed() is None
+            computed = compute(watchdog)
+            while computed() is not None:  # until the next look, or for ever
+                time.sleep(0.01)
     finally:
         gc.enable()
 
@@ -213,8 +224,7 @@ def test_a_board_that_is_not_there_is_no_failure(
 ) -> None:
     monkeypatch.setattr("shoal.processes.watchdog.store_of", refuse)
     with Watchdog(World(0, 2), 0.1, 0.1, tmp_path / "log") as watchdog:
-        time.sleep(0.4)
-    assert not watchdog._thread.is_alive()
+        watchdog._thread.join()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -225,8 +235,8 @@ def refuse(world: World, purpose: str) -> None:
 def test_only_processes_of_this_machine_are_ended() -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         kill_here([("another machine", process.pid)])
-        time.sleep(0.1)
-        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.1)
         os.kill(process.pid, 19)  # SIGSTOP
         kill_here([(this_machine(), process.pid)])
-        assert process.wait(5) == -9
+        assert process.wait() == -9
