@@ -115,7 +115,8 @@ def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
 def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
     """A file system that does not answer."""
     path = toy.folder / "toy_recipe.py"
-    slow_disk = "\nflush = os.fsync\ndef fsync(file):\n    hang_once()\n    flush(file)\nos.fsync = fsync\n"
+    slow_disk = "\nfrom shoal.checkpoint import pieces\nflush = pieces.fsync\n"
+    slow_disk += "def fsync(file):\n    hang_once()\n    flush(file)\npieces.fsync = fsync\n"
     path.write_text(HANG.format(calls=3, seconds=1000, sleep="time.sleep") + slow_disk + path.read_text())
     with Launched(toy, TWO, SHORT, ONCE) as run:
         assert run.wait() == 1, run.err
