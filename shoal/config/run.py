@@ -121,7 +121,8 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     if not isinstance(name, str) or (name not in RECIPES and name.count(":") != 1):
         raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name), RECIPES)}")
     module_name, class_name = RECIPES.get(name, name).split(":")
-    sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
+    if name not in RECIPES:  # an export of an untrusted checkpoint must not import from the current folder
+        sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

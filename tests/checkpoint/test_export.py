@@ -450,6 +450,17 @@ def test_a_module_that_a_manifest_names_is_not_imported(
     assert "evil" not in sys.modules
 
 
+def test_an_export_adds_no_folder_to_the_import_path(
+    saved: Callable[[str], tuple[Path, nn.Module]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in the current folder, which may be the untrusted run's, must not be imported in the place of another,
+    such as transformers."""
+    before = [folder for folder in sys.path if folder]
+    monkeypatch.setattr(sys, "path", [*before])
+    export(saved("tied")[0], tmp_path / "out", "hf")
+    assert sys.path == before
+
+
 def test_bdh_has_no_model_of_transformers(tmp_path: Path) -> None:
     step_dir = save_model(tmp_path / "step_00000001", nn.Linear(2, 2), {"recipe": "bdh"})
     with pytest.raises(UserError, match=r"recipe bdh.*--to safetensors"):

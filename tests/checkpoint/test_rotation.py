@@ -319,18 +319,18 @@ def test_keep_best_needs_something_to_evaluate(toy: ToyRun, change_recipe: Calla
         toy.train("checkpoint.keep_best=1")
 
 
-def test_saving_by_minutes(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_minutes_saves_by_time(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = [0]
 
     def add(meter: Meter, *arguments: Any) -> None:
         original(meter, *arguments)
         minutes[0] += 1
 
-    original = Meter.add  # which is called once in every step
+    original = Meter.add  # called once in each step
     monkeypatch.setattr(Meter, "add", add)
     monkeypatch.setattr(time, "monotonic", lambda: 60.0 * minutes[0])
     toy.train("checkpoint.every=null", "checkpoint.every_minutes=2.5", "checkpoint.keep_last=99")
-    assert saved_steps(toy) == [4, 8, 10]  # late after three minutes, saved after the next step, and at the end
+    assert saved_steps(toy) == [4, 8, 10]  # due after three minutes, saved after the next step; and at the end
     shutil.rmtree(toy.output)
     toy.train("checkpoint.every=null", "checkpoint.every_minutes=11", "checkpoint.keep_last=99")
     assert saved_steps(toy) == [10]

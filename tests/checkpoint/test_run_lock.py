@@ -1,4 +1,4 @@
-"""One folder, one run: who is refused, who takes over, and that it is never two."""
+"""The run lock: which runs are refused, which take over, and that two never hold one folder."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 
 
 @pytest.fixture
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder is seen to be alive soon, and is not taken for gone on a busy machine."""
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats come quickly, but a holder on a busy machine does not count as dead."""
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.2)
 
 
 @pytest.fixture
-def soon_stale(quick_beats: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent holder is soon taken for gone."""
+def quickly_stale(quick_heartbeats: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder without heartbeats counts as dead after 1.5 seconds."""
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.5)
 
 
-def sleep_by(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None]) -> None:
-    """Replaces how a run waits that watches another one's lock."""
+def replace_sleep(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None]) -> None:
+    """Replaces the sleep of a run that watches the lock of another one."""
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From now on this process is on another machine than whoever came before."""
+def move_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns a function that makes this process appear to be on another machine."""
     return lambda: monkeypatch.setattr(run_lock, "_host", lambda: "elsewhere")
 
 
-def left_behind(folder: Path, **changes: Any) -> Holder:
-    """A lock file whose holder does not touch it any more."""
+def write_abandoned_lock(folder: Path, **changes: Any) -> Holder:
+    """Writes a lock file whose holder writes no heartbeats."""
     holder = replace(Holder.of_this_process(), **changes)
     (folder / "run.lock").write_text(json.dumps({**vars(holder), "heartbeat": "2026-01-01T00:00:00+00:00"}))
     return holder
@@ -60,13 +60,13 @@ def holder_of(folder: Path) -> Holder | None:
     return Holder.parse((folder / "run.lock").read_text())
 
 
-def dead_process() -> int:
+def id_of_dead_process() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
 
 
-def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
+def test_the_file_exists_while_the_lock_is_held(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         fields = json.loads((tmp_path / "run.lock").read_text())
         assert fields["pid"] == os.getpid()
@@ -75,17 +75,17 @@ def test_it_is_there_while_held_and_gone_after(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.usefixtures("quick_beats")
-def test_it_beats(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_heartbeats")
+def test_the_holder_writes_heartbeats(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         first, inode = held.path.stat().st_mtime_ns, held.path.stat().st_ino
-        while held.path.stat().st_mtime_ns == first:  # or for ever, if it does not
+        while held.path.stat().st_mtime_ns == first:  # the test times out if it never changes
             time.sleep(0.01)
         assert held.path.stat().st_ino == inode
 
 
-@pytest.mark.usefixtures("quick_beats")
-def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_heartbeats")
+def test_a_second_run_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         with pytest.raises(UserError) as refused, RunLock(tmp_path):
             pass
@@ -100,34 +100,34 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_behind(tmp_path, pid=dead_process())
-    sleep_by(monkeypatch, lambda seconds: pytest.fail("it waited"))
+    write_abandoned_lock(tmp_path, pid=id_of_dead_process())
+    replace_sleep(monkeypatch, lambda seconds: pytest.fail("it waited"))
     with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
-def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
-    left_behind(tmp_path, process_started="1")  # our own number, but begun long ago
+def test_a_later_process_with_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
+    write_abandoned_lock(tmp_path, process_started="1")  # this process id, but started long ago
     with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
-@pytest.mark.usefixtures("quick_beats")
-def test_a_live_holder_elsewhere_is_seen_to_beat(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+@pytest.mark.usefixtures("quick_heartbeats")
+def test_heartbeats_of_another_machine_are_seen(tmp_path: Path, move_to_another_machine: Callable[[], None]) -> None:
     with RunLock(tmp_path) as held:
-        elsewhere()
+        move_to_another_machine()
         with pytest.raises(UserError, match="is in use by process"), RunLock(tmp_path):
             pass
         held.check()
 
 
-@pytest.mark.usefixtures("soon_stale")
+@pytest.mark.usefixtures("quickly_stale")
 @pytest.mark.parametrize("clock_seconds", [0, 100, -100])
-def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
+def test_a_holder_without_heartbeats_is_replaced_whatever_its_clock(
     tmp_path: Path, clock_seconds: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its file may bear a time of the future, or long ago: only that it does not change counts."""
-    left_behind(tmp_path, host="elsewhere")
+    """The modification time may be in the future or long ago: it only counts that it does not change."""
+    write_abandoned_lock(tmp_path, host="elsewhere")
     stamp = time.time() + clock_seconds
     os.utime(tmp_path / "run.lock", (stamp, stamp))
     began = time.monotonic()
@@ -138,35 +138,37 @@ def test_a_silent_holder_elsewhere_is_replaced_whatever_its_clock(
     assert waited == (clock_seconds >= 0)
 
 
-def test_an_old_stamp_alone_does_not_make_a_holder_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that wakes up beats again: whoever comes first watches for a moment."""
-    left_behind(tmp_path, host="elsewhere")
+def test_an_old_modification_time_alone_does_not_prove_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended machine that wakes up writes heartbeats again, so the second run watches for a while."""
+    write_abandoned_lock(tmp_path, host="elsewhere")
     os.utime(tmp_path / "run.lock", (1, 1))
-    sleep_by(monkeypatch, lambda seconds: os.utime(tmp_path / "run.lock"))
+    replace_sleep(monkeypatch, lambda seconds: os.utime(tmp_path / "run.lock"))
     with pytest.raises(UserError, match="in use"), RunLock(tmp_path):
         pass
 
 
-@pytest.mark.usefixtures("soon_stale")
+@pytest.mark.usefixtures("quickly_stale")
 @pytest.mark.parametrize("content", [b"", b"\x80{}", b"[" * 9000])
-def test_a_file_that_makes_no_sense_is_replaced_when_it_is_old(tmp_path: Path, content: bytes) -> None:
+def test_an_old_file_with_invalid_content_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.lock").write_bytes(content)
     os.utime(tmp_path / "run.lock", (1, 1))
     with RunLock(tmp_path) as held:
         assert holder_of(tmp_path) == held.holder
 
 
-@pytest.mark.usefixtures("soon_stale")
-def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
+@pytest.mark.usefixtures("quickly_stale")
+def test_a_suspended_holder_that_lost_the_lock_is_refused(
+    tmp_path: Path, move_to_another_machine: Callable[[], None]
+) -> None:
     first = RunLock(tmp_path)
     first.acquire()
-    first._stop.set()  # as if it were stopped
+    first._stop.set()  # as if it were suspended
     assert first._heartbeat_thread is not None
     first._heartbeat_thread.join()
     os.utime(first.path, (1, 1))
-    elsewhere()
+    move_to_another_machine()
     with RunLock(tmp_path) as second:
-        first._write_heartbeat()  # goes on, and writes no more than its own file
+        first._write_heartbeat()  # writes only into its own file
         with pytest.raises(UserError, match=r"was taken over by process \d+ on elsewhere since \S+ while this"):
             first.check()
         first.release()
@@ -174,7 +176,7 @@ def test_who_stood_still_and_lost_the_folder_does_not_save(tmp_path: Path, elsew
         assert holder_of(tmp_path) == second.holder
 
 
-def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
+def test_a_deleted_lock_file_is_restored(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
         held.path.unlink()
         held.check()
@@ -185,13 +187,13 @@ def test_a_deleted_file_is_put_back(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.usefixtures("quick_beats")
-def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick_heartbeats")
+def test_the_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(*_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "link", no_links)
-    left_behind(tmp_path, pid=dead_process())
+    write_abandoned_lock(tmp_path, pid=id_of_dead_process())
     with RunLock(tmp_path) as held:
         held.check()
         with pytest.raises(UserError, match="in use"), RunLock(tmp_path):
@@ -202,7 +204,7 @@ def test_without_links_a_new_file_does(tmp_path: Path, monkeypatch: pytest.Monke
 JOBS = [
     ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
     ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
-    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # twice in one allocation
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two runs in one allocation
     ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, True),
     ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
     (
@@ -219,7 +221,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.usefixtures("quick_beats")
+@pytest.mark.usefixtures("quick_heartbeats")
 @pytest.mark.parametrize(("before", "after", "takes_over"), JOBS)
 def test_a_later_attempt_of_the_same_job_takes_over_at_once(
     tmp_path: Path, before: dict[str, str], after: dict[str, str], takes_over: bool
@@ -246,18 +248,20 @@ def _contend(folder: Path, start: Any, results: Any) -> None:
         results.put("refused")
         return
     results.put("held")
-    time.sleep(2 * PATIENCE_SECONDS)  # until killed, so that nobody after it finds the folder free
+    time.sleep(2 * PATIENCE_SECONDS)  # until it is killed, so that no other process finds the folder free
 
 
 @pytest.mark.parametrize("before", ["nothing", "a dead holder"])
-def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_runs_that_start_at_once_one_gets_the_lock(
+    tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
     fork = multiprocessing.get_context("fork")
     for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         if before != "nothing":
-            left_behind(folder, pid=dead_process())
+            write_abandoned_lock(folder, pid=id_of_dead_process())
         start, results = fork.Barrier(8), fork.Queue()
         processes = [fork.Process(target=_contend, args=(folder, start, results), daemon=True) for _ in range(8)]
         for process in processes:
@@ -275,7 +279,7 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path, before: str, monkey
 
 @pytest.fixture
 def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[subprocess.Popen[str]]:
-    """A run that has saved something and would go on for minutes."""
+    """Starts a run that has saved a checkpoint and would train for minutes."""
     change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
     command = (*SHOAL, "training.max_steps=5000")
     with subprocess.Popen(
@@ -309,7 +313,7 @@ def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> 
     assert not (toy.output / "run.lock").exists()
 
 
-def test_a_run_that_was_stopped_for_long_finds_the_folder_taken(
+def test_a_run_that_was_suspended_for_long_ends(
     toy: ToyRun, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.send_signal(signal.SIGSTOP)
