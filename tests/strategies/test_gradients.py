@@ -1,4 +1,4 @@
-"""A gradient means the same in every strategy: after `prepare` one thing, after `Loop.wrap` another, and never a third."""
+"""A gradient means the same in every strategy: one thing after `prepare`, and another after `Loop.wrap`."""
 
 from __future__ import annotations
 
