@@ -217,7 +217,7 @@ class ZeroStrategy(DistributedStrategy):
         optimizer = builders[0](model)
         check_optimizer(optimizer)
         self._open_folders(model, optimizer)
-        config = self.engine_config(model)
+        config = self._engine_config(model)
         if self._stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
         module, *_ = self._deepspeed.initialize(
@@ -266,7 +266,7 @@ class ZeroStrategy(DistributedStrategy):
             held[names[0]] = Held(shape, tensor.dtype, region)
         return held
 
-    def engine_config(self, model: nn.Module) -> dict[str, Any]:
+    def _engine_config(self, model: nn.Module) -> dict[str, Any]:
         """Returns what DeepSpeed is told. Its batch size, accumulation, clipping and types are not used."""
         zero = self._zero.model_dump(
             exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}
