@@ -51,6 +51,9 @@ CPU = torch.device("cpu")
 class ZeroEngine(PlainEngine):
     """DeepSpeed's engine, and a watch over gradients that never come."""
 
+    has_gradients = False
+    """True from a backward to the step that uses its gradients."""
+
     def connect(self, engine: Any, model: nn.Module, rank: int, factor: float) -> None:
         """`factor` makes the mean over ranks of a sum, for loops written by hand."""
         self.module, self._rank, self._factor = engine, rank, factor
@@ -67,7 +70,7 @@ class ZeroEngine(PlainEngine):
         return nullcontext()
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        self._waiting = {*self._trained}
+        self._waiting, self.has_gradients = {*self._trained}, True
         self.module.backward(loss * (scale * self._factor), scale_wrt_gas=False)  # type: ignore[operator]
         if self._waiting:
             raise UserError(
@@ -84,24 +87,39 @@ class ZeroUpdate(Update):
         self,
         optimizer: Optimizer,
         loss_scale: LossScale | None,
+        engine: ZeroEngine,
         partition: Partition,
         averaged_over: int,
-        device: torch.device,
     ):
         """Stage 3 averages gradients over ranks and cannot do otherwise; unscaling them takes that back."""
-        self.optimizer, self.loss_scale = optimizer, loss_scale
-        self._partition, self._averaged_over, self._device = partition, averaged_over, device
+        super().__init__(optimizer, loss_scale)
+        self._engine, self._partition, self._averaged_over = engine, partition, averaged_over
 
     def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
         if max_value:
             raise UserError("clip(max_value=...): DeepSpeed clips by the norm alone; use max_norm, or strategy fsdp")
         scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
+        self._stepping = True
         norm, skipped = self._partition.step(max_norm, scale / self._averaged_over)
-        as_tensor = (torch.as_tensor(value, dtype=torch.float32, device=self._device) for value in (norm, skipped))
+        self._stepping = self._engine.has_gradients = False
+        device = self._engine.device
+        as_tensor = (torch.as_tensor(value, dtype=torch.float32, device=device) for value in (norm, skipped))
         return StepInfo(*as_tensor)
 
     def zero_grad(self) -> None:
-        """DeepSpeed clears gradients when it steps."""
+        """DeepSpeed clears gradients when it steps, and never else."""
+        if self._engine.has_gradients:
+            raise UserError("zero_grad(): DeepSpeed keeps the gradients of a backward until it steps; call step first")
+
+    def _steps_otherwise(self) -> bool:
+        return True
+
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self._stepping:
+            raise UserError(
+                "optimizer.step() does not reach the gradients, which DeepSpeed holds; use step(optimizer, max_norm) "
+                "of the strategy or loop"
+            )
 
 
 class ZeroStrategy(DistributedStrategy):
@@ -199,7 +217,7 @@ class ZeroStrategy(DistributedStrategy):
         optimizer = builders[0](model)
         check_optimizer(optimizer)
         self._open_folders(model, optimizer)
-        config = self.engine_config(model)
+        config = self._engine_config(model)
         if self._stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
         module, *_ = self._deepspeed.initialize(
@@ -212,7 +230,7 @@ class ZeroStrategy(DistributedStrategy):
         self._executor = InTurn(self._engine, surroundings)
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
-        update = ZeroUpdate(optimizer, self._loss_scale, self._partition, averaged_over, self.device)
+        update = ZeroUpdate(optimizer, self._loss_scale, self._engine, self._partition, averaged_over)
         self._updates = {optimizer: update}
         self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
         self._held = self._find_held(model)
@@ -248,7 +266,7 @@ class ZeroStrategy(DistributedStrategy):
             held[names[0]] = Held(shape, tensor.dtype, region)
         return held
 
-    def engine_config(self, model: nn.Module) -> dict[str, Any]:
+    def _engine_config(self, model: nn.Module) -> dict[str, Any]:
         """Returns what DeepSpeed is told. Its batch size, accumulation, clipping and types are not used."""
         zero = self._zero.model_dump(
             exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}

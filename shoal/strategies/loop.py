@@ -339,8 +339,7 @@ class Loop:
         if scale is None:
             return
         self._skipped = info.skipped if self._skipped is None else torch.maximum(self._skipped, info.skipped)
-        others = (one for one in self._optimizers if one is not optimizer)
-        if not any(p.grad is not None for one in others for group in one.param_groups for p in group["params"]):
+        if not any(self._update_of(other).has_gradients() for other in self._optimizers if other is not optimizer):
             scale.update(self._skipped)
             self._skipped = None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -45,19 +46,19 @@ def _build(layout: Layout, world: World, device: str, seed: int, backend: str, t
 def SingleStrategy(**options: Any) -> DistributedStrategy:
     """One process, one device. `options` are keys of `training` (`device`, `mixed_precision`, `compile` …), `seed`,
     `deterministic`, `backend` and `timeout`; all strategies take these."""
-    return _from_options("SingleStrategy", "single", {}, options)
+    return _from_options(SingleStrategy, "single", {}, options)
 
 
 def DDPStrategy(**options: Any) -> DistributedStrategy:
     """Replicas by torch's DistributedDataParallel, whose options are the keys of `distributed.ddp`."""
-    section = _take(options, DDPConfig)
-    return _from_options("DDPStrategy", "ddp", {"ddp": section}, options)
+    sections = {"ddp": _take(options, DDPConfig)}
+    return _from_options(DDPStrategy, "ddp", sections, options, DDPConfig)
 
 
 def FSDPStrategy(*, mesh: Mapping[str, int] | None = None, **options: Any) -> DistributedStrategy:
     """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`."""
-    section = _take(options, FSDPConfig)
-    return _from_options("FSDPStrategy", "fsdp", {"fsdp": section, "mesh": mesh and dict(mesh)}, options)
+    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh)}
+    return _from_options(FSDPStrategy, "fsdp", sections, options, FSDPConfig)
 
 
 def MeshStrategy(
@@ -70,7 +71,7 @@ def MeshStrategy(
         "tensor": {"sequence_parallel": sequence_parallel},
         "pipeline": {"schedule": schedule},
     }
-    return _from_options("MeshStrategy", "mesh", sections, options)
+    return _from_options(MeshStrategy, "mesh", sections, options, FSDPConfig)
 
 
 def ThreeDParallelism(
@@ -102,7 +103,8 @@ def DeepSpeedStrategy(
         world = options.setdefault("world", detect())
         fitted = fit_json(content, None, world.size, place, options.get("mixed_precision", "fp32"))
         section, not_in_force = fitted.options, fitted.idle
-    return _from_options("DeepSpeedStrategy", "deepspeed", {"deepspeed": section}, options, not_in_force)
+    sections = {"deepspeed": section}
+    return _from_options(DeepSpeedStrategy, "deepspeed", sections, options, DeepSpeedConfig, not_in_force)
 
 
 def _take(options: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
@@ -111,16 +113,20 @@ def _take(options: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _from_options(
-    name: str,
+    preset: Callable[..., DistributedStrategy],
     strategy: str,
     sections: dict[str, Any],
     options: dict[str, Any],
+    section: type[BaseModel] | None = None,
     not_in_force: Mapping[str, str] | None = None,
 ) -> DistributedStrategy:
-    for key in options:
-        if key not in (*_TRAINING, *_RUN):
-            meant = get_close_matches(key, (*_TRAINING, *_RUN, *FSDPConfig.model_fields, *DDPConfig.model_fields), n=1)
-            raise TypeError(f"{name} has no option {key!r}" + (f"; did you mean {meant[0]!r}?" if meant else ""))
+    """Builds the strategy of a preset. `options` are those that all presets take; `section` has the keys of its own."""
+    name, common = preset.__name__, (*_TRAINING, *_RUN)
+    if unknown := options.keys() - {*common}:
+        key, of_section = min(unknown), section.model_fields if section else ()
+        own = signature(preset).parameters.keys() - {"options"}
+        meant = get_close_matches(key, (*common, *of_section, *own), n=1)
+        raise TypeError(f"{name} has no option {key!r}" + (f"; did you mean {meant[0]!r}?" if meant else ""))
     try:
         training = TrainingConfig(max_steps=1, **{key: options[key] for key in _TRAINING if key in options})
         distributed = DistributedConfig(strategy=strategy, **sections)  # type: ignore[arg-type]

@@ -86,15 +86,17 @@ class Update:
             self._average()
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def _average(self) -> None:
-        """Averages gradients over ranks. A parameter that only some ranks used counts as zero on the others."""
+    def _used_on_any_rank(self) -> list[nn.Parameter]:
+        """Returns the parameters that have a gradient on any of the ranks to average over."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         for group in self._average_over:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=cpu_group(group))
-        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-            if not is_used:
-                continue
+        return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+
+    def _average(self) -> None:
+        """Averages gradients over ranks. A parameter that only some ranks used counts as zero on the others."""
+        for parameter in self._used_on_any_rank():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             for group in self._average_over:
@@ -107,6 +109,13 @@ class Update:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+
+    def has_gradients(self) -> bool:
+        """Returns whether a backward has left gradients that no step has used. It is the same on all ranks."""
+        used = self._used_on_any_rank()
+        if not self._keeps_gradients:
+            return bool(used)
+        return bool(get_total_norm([p.grad for p in used if p.grad is not None]))  # those that were cleared are zero
 
     def check_used(self) -> None:
         """Raises if ranks used different parameters in the last step, where that would go wrong silently."""
@@ -153,6 +162,9 @@ class ShardedUpdate(Update):
         if first:
             self.check_used()
         return [p.grad for p in parameters if p.grad is not None]
+
+    def has_gradients(self) -> bool:
+        return any(getattr(p, "shard_of", p).grad is not None for p in self._parameters())
 
     def check_used(self) -> None:
         """fully_shard adds up gradients by their place in a unit, so all ranks must have used the same parameters."""

@@ -1,0 +1,125 @@
+"""Strategies by name and options; and how large the contract is that they keep."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+import pytest
+import torch
+from strategies.nets import PLAN, Points, build, make, micro_batch, rows, sgd
+
+from shoal.errors import UserError
+from shoal.processes.world import World
+from shoal.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    DistributedStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    SingleStrategy,
+    ThreeDParallelism,
+)
+from shoal.strategies.deepspeed import ZeroStrategy
+from shoal.strategies.native import NativeStrategy
+from shoal.types import Weights
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "words"),
+    [
+        (SingleStrategy, {"devise": "cpu"}, "SingleStrategy has no option 'devise'; did you mean 'device'?"),
+        (SingleStrategy, {"precision": "bf16"}, "'precision'; did you mean 'mixed_precision'?"),
+        (DDPStrategy, {"static_grph": True}, "DDPStrategy has no option 'static_grph'; did you mean 'static_graph'?"),
+        (FSDPStrategy, {"shard_strategy": "NO_SHARD"}, "'shard_strategy'; did you mean 'sharding_strategy'?"),
+        (FSDPStrategy, {"cpu_ofload": True}, "FSDPStrategy has no option 'cpu_ofload'; did you mean 'cpu_offload'?"),
+        (MeshStrategy, {"mesh": {"tp": 1}, "sequence_paralel": True}, "did you mean 'sequence_parallel'?"),
+        (MeshStrategy, {"mesh": {"tp": 1}, "shedule": "gpipe"}, "did you mean 'schedule'?"),
+        (ThreeDParallelism, {"forward_prefech": True}, "did you mean 'forward_prefetch'?"),
+        (DeepSpeedStrategy, {"offload_optimiser": "cpu"}, "did you mean 'offload_optimizer'?"),
+        (DeepSpeedStrategy, {"stages": 2}, "DeepSpeedStrategy has no option 'stages'; did you mean 'stage'?"),
+        (DDPStrategy, {"cpu_offload": True}, "DDPStrategy has no option 'cpu_offload'"),
+        (SingleStrategy, {"qwertz": 1}, "SingleStrategy has no option 'qwertz'"),
+    ],
+)
+def test_an_option_that_is_not_there_is_a_type_error(preset: Any, options: dict[str, Any], words: str) -> None:
+    """It names the nearest option that this preset has."""
+    with pytest.raises(TypeError) as error:
+        preset(**options)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    if options.keys() & {"cpu_offload", "qwertz"}:
+        assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "words"),
+    [
+        (SingleStrategy, {"mixed_precision": "half"}, "SingleStrategy(mixed_precision='half'): "),
+        (SingleStrategy, {"loss_chunks": 0}, "SingleStrategy(loss_chunks=0): "),
+        (DDPStrategy, {"bucket_cap_mb": "large"}, "DDPStrategy(bucket_cap_mb='large'): "),
+        (FSDPStrategy, {"mesh": {"dp": 2}}, "FSDPStrategy(mesh.dp=2): "),
+        (SingleStrategy, {"world": World(0, 2)}, "distributed.strategy = single: 2 processes were started"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_said_in_terms_of_the_option(
+    preset: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        preset(**options)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+
+
+def test_presets_make_the_layouts_that_they_say() -> None:
+    world = World(3, 4, 3, 4)
+    layouts = {
+        "ddp": DDPStrategy(device="cpu", world=world),
+        "fsdp": FSDPStrategy(device="cpu", world=world),
+        "no_shard": FSDPStrategy(device="cpu", world=world, sharding_strategy="NO_SHARD"),
+        "mesh": MeshStrategy(mesh={"tp": 2}, device="cpu", world=world),
+        "3d": ThreeDParallelism(pipeline_parallel_size=2, tensor_parallel_size=2, device="cpu", world=world),
+    }
+    sides = {name: {side: n for side, n in s.layout.mesh.items() if n > 1} for name, s in layouts.items()}
+    assert sides == {
+        "ddp": {"dp_replicate": 4},
+        "fsdp": {"dp_shard": 4},
+        "no_shard": {"dp_replicate": 4},
+        "mesh": {"dp_shard": 2, "tp": 2},
+        "3d": {"pp": 2, "tp": 2},
+    }
+    assert [s.layout.engine for s in layouts.values()] == ["ddp", *["fully_shard"] * 3, "plain"]
+    assert [(s.data_rank, s.data_size, s.is_data_leader) for s in layouts.values()] == [
+        *[(3, 4, True)] * 3,
+        (1, 2, False),
+        (0, 1, False),
+    ]
+    assert all(isinstance(strategy, DistributedStrategy) for strategy in layouts.values())
+
+
+CONTRACT = 32
+"""So many names may a strategy have. Who adds one has to take one away, or to say why here."""
+
+
+def public_names(strategy: DistributedStrategy) -> set[str]:
+    return {name for name in dir(strategy) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", ["single", "fsdp", "zero_2"])
+def test_the_contract_stays_small(kind: str) -> None:
+    if kind == "zero_2":
+        pytest.importorskip("deepspeed")
+    with make(kind) as strategy:
+        model, optimizer = strategy.prepare(build(), sgd, PLAN, Weights("built"))
+        strategy.forward_backward(model, [micro_batch(*rows(2, 0))], Points(), 0)
+        strategy.step(optimizer)
+        names = public_names(strategy)
+        assert len(names) <= CONTRACT, sorted(names)
+        # What a strategy has beyond the others, whoever uses it would have to ask first which one it is.
+        assert names - public_names(SingleStrategy(device="cpu")) <= {"engaged"}
+    assert not torch.distributed.is_initialized()
+
+
+def test_no_tower_of_classes() -> None:
+    for kind in (NativeStrategy, ZeroStrategy):
+        assert kind.__mro__ == (kind, DistributedStrategy, ABC, object)
