@@ -21,8 +21,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoal.config import Run, derive_batches
 from shoal.errors import UserError
 from shoal.launch.worker import ENDING, log_path
-from shoal.processes.board import HUNG, find_board, keep_board
-from shoal.processes.detect import detect_node, is_worker
+from shoal.processes.board import HUNG, board_of
+from shoal.processes.detect import detect_launchers, is_worker
 from shoal.processes.group import LOST_PEERS, say_exit
 from shoal.processes.watchdog import kill_here
 from shoal.processes.world import World
@@ -45,24 +45,21 @@ def start(run: Run, arguments: Sequence[str]) -> int:
     """Runs `shoal <arguments>` in every process; returns the exit code for the user's shell."""
     launch = run.config.launch
     derive_batches(run.config.training, launch.processes)  # refuses before there is anything to end
-    node = detect_node(launch.nodes, launch.procs_per_node)
-    if node.rank == 0:  # the first machine keeps the board as long as the run lasts
-        board = keep_board(node.address, node.port, loopback_only=launch.nodes == 1)
-    else:
-        board = find_board(node.address, node.port, run.config.distributed.init_timeout)
+    world = detect_launchers(launch.nodes, launch.procs_per_node)
+    board = board_of(world, run.config.distributed.init_timeout)  # kept by the first machine, as long as the run lasts
     os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # a large model is not saved in torch's 30 s
     logging.disable(logging.ERROR)  # of torch's launcher: we say it in one line ourselves
     try:
-        return _run_until_it_ends(run, node.rank, board, arguments)
+        return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except dist.DistError as error:
         if launch.nodes == 1:
             raise
         raise UserError(
-            f"launch.nodes = {launch.nodes}, but the other machines did not come, or the one at {node.address} left: "
+            f"launch.nodes = {launch.nodes}, but the other machines did not come, or the one at {world.address} left: "
             f"{str(error).splitlines()[0]}"
         ) from None
 

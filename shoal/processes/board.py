@@ -19,16 +19,17 @@ HUNG = "hung in {}"
 """On the board, for an attempt: `who` the others waited for in vain, and the processes that are `silent`, in JSON."""
 
 
-def board_of(world: World) -> Any:
+def board_of(world: World, timeout_seconds: float = 300) -> Any:
     """Returns this process's connection to the board, which rank 0 opens unless the launcher has.
 
-    Where somebody else made the process group, the board is the store by which its ranks have found each other.
+    The others wait for it to come up. Where somebody else made the process group, the board is the store by which its
+    ranks have found each other.
     """
     if world.group == "made":
         return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
         return _kept_board(world.address, world.port, world.on_one_machine)
-    return find_board(world.address, world.port)
+    return _found_board(world.address, world.port, timeout_seconds)
 
 
 def store_of(world: World, purpose: str) -> Any:
@@ -82,7 +83,6 @@ _kept_board = cache(keep_board)  # stays open until the process ends: others may
 
 
 @lru_cache(maxsize=1)  # a process has one world, however often it asks
-def find_board(address: str, port: int, timeout_seconds: float = 300) -> Any:
-    """Connects to the board that another process keeps, waiting for it to come up."""
+def _found_board(address: str, port: int, timeout_seconds: float) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,6 @@ from shoal.errors import UserError
 from shoal.processes.world import LOOPBACK, World
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Node:
-    """This machine among those on which `shoal train` starts processes, and where the first of them is found."""
-
-    rank: int = 0
-    address: str = "127.0.0.1"
-    port: int = 0
-    """0 lets the launcher take any free port."""
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> World:
@@ -50,8 +40,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= size:
         raise UserError(f"the environment says RANK={rank} in a world of WORLD_SIZE={size}; ranks count from 0")
-    launcher_pid = environment.get("SHOAL_LAUNCHER")
-    others = "torchrun" if world.run_id else "environment variables"
+    launcher_pid = _number(environment, "SHOAL_LAUNCHER") or None
     return replace(
         world,
         rank=rank,
@@ -61,8 +50,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
         address=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT"),
         launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        launcher_pid=int(launcher_pid) if launcher_pid else None,
-        found_by="shoal's launcher" if launcher_pid else others,
+        launcher_pid=launcher_pid,
+        found_by="shoal's launcher" if launcher_pid else "torchrun" if world.run_id else "environment variables",
     )
 
 
@@ -76,26 +65,26 @@ def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, in
     return slurm, int(launched[1]) if launched else 0, torchrun
 
 
-def detect_node(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> Node:
-    """Returns which of `nodes` machines this one is, for the launcher. Raises UserError if that cannot be told."""
+def detect_launchers(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> World:
+    """Returns the world of the launchers, one on each of `nodes` machines. Raises UserError if that cannot be told."""
     if nodes == 1:
         detect(environment)  # refuses a rank that some other launcher half gave us
-        return Node()
+        return World(address="127.0.0.1")  # at any free port
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]:
         raise UserError(
             f"launch.nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of every "
             f"node; missing: {', '.join(missing)}"
         )
-    node = Node(_number(environment, "NODE_RANK"), environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
-    if node.rank >= nodes:
-        raise UserError(f"NODE_RANK={node.rank}: it must be below {nodes}, which is launch.nodes")
+    node, port = _number(environment, "NODE_RANK"), _number(environment, "MASTER_PORT")
+    if node >= nodes:
+        raise UserError(f"NODE_RANK={node}: it must be below {nodes}, which is launch.nodes")
     processes = nodes * procs_per_node
     if (size := _number(environment, "WORLD_SIZE", processes)) != processes:
         raise UserError(
             f"the environment says WORLD_SIZE={size}, but launch.nodes {nodes} × procs_per_node "
             f"{procs_per_node} = {processes}; unset it or make them agree"
         )
-    return node
+    return World(node, nodes, address=environment["MASTER_ADDR"], port=port)
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:

@@ -112,8 +112,8 @@ class Watchdog:
         while place := self._next_place():
             if self._still_seconds >= self.limit_seconds() and place != warned_of:
                 here, warned_of = self._sighting(), place
-                text = [f"shoal: warning: nothing moves: {here}", *here.frames]
                 with suppress(OSError):
+                    text = [f"shoal: warning: nothing moves: {here}", *here.frames]
                     os.write(self.terminal, "\n  ".join(text).encode() + b"\n")
 
     def _watch_with_others(self) -> None:

@@ -12,7 +12,7 @@ from conftest import ToyRun
 
 from shoal.config import load_run
 from shoal.errors import UserError
-from shoal.processes.detect import Node, detect, detect_node
+from shoal.processes.detect import detect, detect_launchers
 from shoal.processes.world import World
 from shoal.training import train
 
@@ -82,10 +82,10 @@ def test_a_run_in_a_group_that_needs_no_variables(toy: ToyRun, pool2: Any) -> No
     assert {path.name for path in (toy.output / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
 
 
-def test_the_machine_of_a_launcher() -> None:
+def test_the_launchers_of_several_machines() -> None:
     machine = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
-    assert detect_node(1, 2, machine) == Node(0, "127.0.0.1", 0)
-    assert detect_node(2, 2, machine | {"WORLD_SIZE": "4"}) == Node(1, "head", 29500)
+    assert detect_launchers(1, 2, machine) == World(address="127.0.0.1")
+    assert detect_launchers(2, 2, machine | {"WORLD_SIZE": "4"}) == World(1, 2, address="head", port=29500)
 
 
 @pytest.mark.parametrize(
