@@ -58,7 +58,7 @@ def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ())
 
     def with_views(forward: Layer, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or vars(module)[_MADE]:
-            return forward(*args, **kwargs)  # they are there already
+            return forward(*args, **kwargs)  # the compiled module around it made the views
         _make_views([module])
         try:
             return forward(*args, **kwargs)

@@ -70,7 +70,6 @@ class StepOutput:
     """The sum of all losses."""
     count: Tensor
     """The sum of all counts: tokens, or samples."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> Tensor:

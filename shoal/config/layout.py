@@ -127,9 +127,8 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
     It needs neither processes nor the model, so that a command can check before it starts anything.
     """
     layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
-    if layout.strategy != "mesh":
-        return layout
-    check_cut(recipe, config.distributed, layout.mesh)
+    if layout.strategy == "mesh":
+        check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule
     for phase in derive_batches(config.training, data_ranks):
         times, needed = accumulation(phase, data_ranks), micro_batches_needed(schedule, stages)

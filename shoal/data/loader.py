@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -160,3 +161,4 @@ class Loader:
         if self._steps is not None:
             self._steps.close()
         self._steps = self._items = None
+        gc.collect()  # workers end when torch's iterator is freed, and that may be part of a reference cycle

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shoal.config import Run, derive_batches
+from shoal.config import Run
 from shoal.errors import UserError
 from shoal.launch.worker import ENDING, log_path
 from shoal.processes.board import HUNG, board_of
@@ -44,7 +44,6 @@ def wants_processes(run: Run) -> bool:
 def start(run: Run, arguments: Sequence[str]) -> int:
     """Runs `shoal <arguments>` in every process; returns the exit code for the user's shell."""
     launch = run.config.launch
-    derive_batches(run.config.training, launch.processes)  # refuses before there is anything to end
     world = detect_launchers(launch.nodes, launch.procs_per_node)
     board = board_of(world, run.config.distributed.init_timeout)  # kept by the first machine, as long as the run lasts
     os.environ["SHOAL_LAUNCHER"] = str(os.getpid())

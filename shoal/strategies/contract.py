@@ -1,4 +1,4 @@
-"""The contract between the training loop and the place where a run is computed, and what all strategies share."""
+"""The interface of strategies that the training loop calls, and the code that all of them share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from shoal.strategies.buffers import MovingBuffers
 from shoal.strategies.engines.plain import Reduction
 from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.update import Update
+from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.loss_scale import LossScale
@@ -83,8 +85,9 @@ class DistributedStrategy(ABC):
         """True for the first of the ranks that work on the same samples."""
         self.device = find_device(device, world.local_rank)
         check_precision(layout.precision, layout.tf32, self.device)
-        self._place, self._seed = place, seed
-        # Stages have other layers and context-parallel ranks other tokens, so they draw other random numbers.
+        self._coordinates, self._seed = place, seed
+        # Stages have other layers and context-parallel ranks other tokens, so they draw other random numbers; the first
+        # of them draws what a single device draws.
         apart = (place["pp"], place["cp"]) if place["pp"] or place["cp"] else ()
         self._rng_key = (self.data_rank, *apart)
         self._backend, self._timeout_seconds = choose_backend(backend, self.device, world), timeout
@@ -231,8 +234,10 @@ class DistributedStrategy(ABC):
     def sync_buffers(self, model: nn.Module) -> None:
         """Makes buffers equal to rank 0's: those that a forward changes, such as BatchNorm's, differ between ranks."""
         for buffer in model.buffers():
-            if buffer.is_contiguous():
-                self._broadcast(buffer)
+            value = buffer.contiguous()
+            self._broadcast(value)
+            if value is not buffer:
+                buffer.copy_(value)
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises Desync if `tensors`, such as the parameters, differ between replicas, naming the first that does."""
@@ -242,7 +247,7 @@ class DistributedStrategy(ABC):
     # Collectives
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over data-parallel ranks, on every rank."""
+        """Returns the sum over data-parallel ranks (and context-parallel ones, which have other tokens), on every rank."""
         if not self._data_groups:
             return tensor
         tensor = tensor.clone()
@@ -279,7 +284,7 @@ class DistributedStrategy(ABC):
     def _split_sequences(self, batches: Sequence[Any], recipe: Objective) -> list[Any]:
         """Returns this rank's part of every sequence, where ranks share the tokens of a sample."""
         cp, tp = self.layout.mesh["cp"], self.layout.mesh["tp"]
-        parts = [recipe.split_sequence(batch, self._place["cp"], cp) for batch in batches]
+        parts = [recipe.split_sequence(batch, self._coordinates["cp"], cp) for batch in batches]
         # Checked here, for only the stage with the embedding would notice.
         for tokens in map(recipe.sequence_length, parts) if self.layout.sequence_parallel else ():
             if tokens % tp:
@@ -306,16 +311,8 @@ def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves the tensors in dicts, lists, tuples and named tuples, however nested."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return type(batch)([(key, to_device(value, device)) for key, value in batch.items()])
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*[to_device(value, device) for value in batch])
-    if isinstance(batch, list | tuple):
-        return type(batch)([to_device(value, device) for value in batch])
-    return batch
+    """Moves the tensors of a batch, however nested, to the device."""
+    return map_tensors(partial(Tensor.to, device=device, non_blocking=True), batch)
 
 
 def find_device(name: str, local_rank: int) -> torch.device:

@@ -49,13 +49,13 @@ CPU = torch.device("cpu")
 
 
 class ZeroEngine(PlainEngine):
-    """DeepSpeed's engine, and a watch over gradients that never come."""
+    """DeepSpeed's engine, with a check that every trained parameter gets a gradient."""
 
     has_gradients = False
     """True from a backward to the step that uses its gradients."""
 
     def connect(self, engine: Any, model: nn.Module, rank: int, factor: float) -> None:
-        """`factor` makes the mean over ranks of a sum, for loops written by hand."""
+        """`factor` turns a sum over ranks into a mean, for a Loop."""
         self.module, self._rank, self._factor = engine, rank, factor
         self.backward = self._backward
         self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -376,7 +376,7 @@ class ZeroStrategy(DistributedStrategy):
             elif (kept := self._partition.set_number(name, slot, _whole(value)).item()) != _whole(value).item():
                 raise UserError(
                     f"the {slot} of {name} is {_whole(value).item():g}, but {kept:g} of parameters beside it, and "
-                    "DeepSpeed keeps one for all of them; go on with another distributed.strategy"
+                    "DeepSpeed keeps one for all of them; resume with another distributed.strategy"
                 )
 
     def _rows_mesh(self) -> DeviceMesh:

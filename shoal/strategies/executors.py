@@ -33,7 +33,10 @@ class Surroundings:
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
     ) -> AbstractContextManager[None]:
-        """Is entered around a forward and its loss; `scale` is what the loss will be multiplied by in the backward."""
+        """Seeds the generators and returns the context for one forward and its loss.
+
+        `scale` is what the loss will be multiplied by in the backward.
+        """
         self.seed_generators(*place)
         if self.head is None:
             return autocast(self.precision, self.device)
@@ -84,7 +87,7 @@ class InTurn:
                     with enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
                     if loss.ndim:
-                        raise not_a_number(loss)
+                        raise not_scalar(loss)
                     if engine.backward is None:
                         loss.backward(scale)  # fewer operations than multiplying the loss
                     else:
@@ -129,7 +132,7 @@ class Overlapped:
         def score(output: Any, index: int) -> Tensor:
             loss = recipe.loss(output, filled[index])
             if loss.ndim:
-                raise not_a_number(loss)
+                raise not_scalar(loss)
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
@@ -157,5 +160,5 @@ class Overlapped:
         return list(shared.unbind())
 
 
-def not_a_number(loss: Tensor) -> UserError:
+def not_scalar(loss: Tensor) -> UserError:
     return UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")

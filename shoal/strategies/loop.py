@@ -60,6 +60,8 @@ class Loop:
         self._clips: dict[Optimizer, dict[str, float]] = {}
         self._trained: list[bool] = []
         self._skipped: Tensor | None = None
+        self._stepped: set[Optimizer] = set()
+        """The optimizers that have stepped since the loss scale was last updated."""
         self._in_method = False
 
     def wrap(
@@ -139,7 +141,7 @@ class Loop:
         """
         if optimizer is None:
             if len(self._optimizers) != 1:
-                raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; say which one steps")
+                raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; pass the one that steps")
             (optimizer,) = self._optimizers
         self._check_trained()
         clip = self._clips.pop(optimizer, {})
@@ -209,7 +211,9 @@ class Loop:
         try:
             checkpoint = open_checkpoint(path)
             settings = checkpoint.manifest.get("optimizer")  # a run of `shoal train` has its config instead
-            by_optimizer = settings if isinstance(settings, list) else [settings] * len(self._optimizers)
+            by_optimizer = settings if isinstance(settings, list) else [settings]
+            if settings is None:
+                by_optimizer = [None] * len(self._optimizers)
             shapes = {name: [*one.shape] for name, one in held.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
             if not weights_only:
@@ -243,8 +247,11 @@ class Loop:
         self, model: nn.Module, builders: Sequence[Builder], methods: Sequence[str], exchange: Exchange | None
     ) -> None:
         layout = self.strategy.layout
-        if self._model is not None:
-            raise UserError("wrap: this loop has a model already; put both into one module, or use another Loop")
+        if self._model is not None or "engaged" in vars(self.strategy):
+            raise UserError(
+                "wrap: this loop, or its strategy, has a model already; put both into one module, or make another "
+                "strategy"
+            )
         if uncompiled(model) is not model:
             raise UserError(
                 "wrap: torch.compile has put this model into a module with other parameter names; give wrap the plain "
@@ -339,9 +346,13 @@ class Loop:
         if scale is None:
             return
         self._skipped = info.skipped if self._skipped is None else torch.maximum(self._skipped, info.skipped)
-        if not any(self._update_of(other).has_gradients() for other in self._optimizers if other is not optimizer):
+        self._stepped.add(optimizer)
+        others = [other for other in self._optimizers if other is not optimizer]
+        # Under DDP gradients are never freed; there all optimizers step after the same backward.
+        if self._stepped.issuperset(others) or not any(self._update_of(other).has_gradients() for other in others):
             scale.update(self._skipped)
             self._skipped = None
+            self._stepped.clear()
 
     def _state(self, alone: bool) -> TrainState:
         """Collects the state of all optimizers; if `alone`, without collectives: rank 0's buffers count then."""

@@ -1,6 +1,6 @@
 """All layouts of torch's own parts, on one mesh: an engine, an update, an executor, and the regions that ranks share.
 
-`_place` reads from top to bottom: what is done to a model, in the order in which it has to be done.
+`_place_model` lists what is done to a model, in the order in which it has to be done.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class NativeStrategy(DistributedStrategy):
         """Leaves this rank's stages in the model; returns them, and the plan of what is left."""
         pp, schedule = self.layout.mesh["pp"], self.layout.schedule
         cuts = cut(model, plan, count_stages(pp, schedule))
-        mine = stages_of(self._place["pp"], pp, schedule)
+        mine = stages_of(self._coordinates["pp"], pp, schedule)
         roots = take_stages(model, plan, cuts, mine)
         kept = {name for stage in mine for name in cuts[stage]}
         embed, head = (name if name in kept else None for name in (plan.embed, plan.head))

@@ -55,7 +55,7 @@ class Update:
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         gradients = self.gradients()
-        norm = self.norm(gradients)
+        norm = self.norm(gradients).float()  # fused optimizers take no other type for what is made of it
         if loss_scale:
             norm = norm / loss_scale.scale
         skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
@@ -67,16 +67,18 @@ class Update:
             for gradient in gradients:
                 gradient.clamp_(min=-bound, max=bound)
         self._stepping = True
-        if optimizer.defaults.get("fused"):
-            optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
-            optimizer.step()
+        try:
+            if optimizer.defaults.get("fused"):
+                optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+                optimizer.step()
+            elif not skipped:
+                if divisor is not None:
+                    for gradient in gradients:
+                        gradient.div_(divisor)
+                optimizer.step()
+        finally:
+            self._stepping = False
             optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
-        elif not skipped:
-            if divisor is not None:
-                for gradient in gradients:
-                    gradient.div_(divisor)
-            optimizer.step()
-        self._stepping = False
         self.zero_grad()
         return StepInfo(norm, skipped)
 

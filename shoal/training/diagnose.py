@@ -21,7 +21,8 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
     """
     bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
     if strategy.any_rank(bool(bad_names)):  # all ranks continue or none does
-        return f"parameter {bad_names[0]} is already not finite" if bad_names else "a parameter of another rank"
+        where = f"parameter {bad_names[0]}" if bad_names else "a parameter of another rank"
+        return f"{where} is already not finite"
     found: list[str] = []
     hooks = []
     # Backward hooks on modules do not work under DeepSpeed, nor with a pipeline's split backward.
@@ -47,12 +48,12 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         model.zero_grad()
     culprits = [names[0] for names in by_rank if names]
     if not loss.isfinite() and not any(name.startswith("the output") for name in culprits):
-        return "the loss, though the model's output is finite"
+        return "the first bad value is the loss, though the model's output is finite"
     if culprits:
-        return culprits[0]
+        return f"the first bad value is {culprits[0]}"
     if watches_backward:
-        return "nothing on this batch: it is finite again"
-    return "in the backward: the model's output and its loss are finite"
+        return "the last batch gives finite values when it is repeated"
+    return "the first bad value is in the backward: the model's output and its loss are finite"
 
 
 def _watch(found: list[str], label: str) -> Any:

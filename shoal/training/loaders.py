@@ -12,8 +12,8 @@ from shoal.errors import UserError
 from shoal.training.resume import Progress
 from shoal.training.session import Session
 
-EVALUATED = ("eval/loss",)
-"""The metrics that an evaluation gives, by which a checkpoint may be the best."""
+EVAL_LOSS = "eval/loss"
+"""The metric that an evaluation gives, by which a checkpoint may be the best."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,8 @@ def open_data(recipe: Any, config: Config) -> Data:
             f"checkpoint.keep_best = {saving.keep_best}, but the recipe has no evaluation data to tell the best by; "
             "set it to 0 or give the recipe eval_data"
         )
-    if saving.keep_best and saving.metric not in EVALUATED:
-        raise UserError(
-            f"checkpoint.metric = {saving.metric!r}, but an evaluation gives {', '.join(EVALUATED)}; use that"
-        )
+    if saving.keep_best and saving.metric != EVAL_LOSS:
+        raise UserError(f"checkpoint.metric = {saving.metric!r}, but an evaluation gives {EVAL_LOSS}; use that")
     return data
 
 

@@ -92,7 +92,7 @@ class Report:
         shell, training, config = self.shell, self.training, self.shell.config
         session, strategy, engaged, checkpoints = shell.session, shell.strategy, self.engaged, shell.checkpoints
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
-        yield "run folder", str(shell.output_dir), ("experimenshell.output_dir", "experiment.name")
+        yield "run folder", str(shell.output_dir), ("experiment.output_dir", "experiment.name")
         device = _device_name(strategy.device)
         yield "strategy", f"{engaged.description} on {device}", ("distributed.strategy", "training.device")
         trained, frozen = session.parameter_counts

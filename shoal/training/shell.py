@@ -90,7 +90,7 @@ class Shell:
         self.stopped_by = 0
         self.metrics: dict[str, float] = {}
         self._save_soon = False
-        """The evaluation was among the best, or the last save is too many minutes ago."""
+        """True if the next step should be saved: the evaluation was among the best, or the last save is long ago."""
         self._evaluated_step: int | None = None
         self._evaluation: dict[str, float] = {}
         """The metrics of `_evaluated_step`."""
@@ -176,7 +176,7 @@ class Shell:
             saved = f"the last checkpoint is of step {last}" if last else "nothing is saved"
             raise UserError(
                 f"the last {skipped} updates were skipped because their gradient was not finite "
-                f"(training.max_skipped_steps = {limit}); the first bad value is {culprit}; {saved}"
+                f"(training.max_skipped_steps = {limit}); {culprit}; {saved}"
             )
 
     def evaluate(self, body: Body) -> None:

@@ -18,7 +18,7 @@ from shoal.seeding import mix
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
-from shoal.training.loaders import EVALUATED, count_steps, open_data, open_loaders
+from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
 from shoal.training.meter import flops_per_sample
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
@@ -34,7 +34,7 @@ from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
 def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
-    """Trains a run to its end, going on from its last good checkpoint.
+    """Trains a run to its end, resuming from its last good checkpoint.
 
     `terminal` is the file descriptor on which the user is told of a hang.
     """
@@ -68,7 +68,7 @@ def open_shell(
     config, warn = run.config, Warnings()
 
     def opening(what: str, step: int = 0) -> None:
-        """Before the first step there is nothing to save, and a large model takes a while to get there."""
+        """Ends the run if any rank got a signal, since there is nothing to save yet; then tells the watchdog the phase."""
         if number := strategy.max_over_ranks(stop.signal):
             raise Stopped(number, agreed=True)
         watchdog.at(what, step)
@@ -161,7 +161,7 @@ class RecipeBody:
                 break
             shell.watchdog.at("evaluation", shell.step)
         else:
-            metrics = dict(zip(EVALUATED, ((total / count).item(),), strict=True))
+            metrics = {EVAL_LOSS: (total / count).item()}
             self._preview(shell.step)
             shell.publish_evaluation(metrics, self.preview)
         self.model.train()

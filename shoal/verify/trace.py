@@ -155,10 +155,10 @@ def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = {name: (t.shape, local_slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
     if not dist.is_initialized():
         return {name: part for name, (_, _, part) in parts.items()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, parts)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
     whole: dict[str, Tensor] = {}
-    for rank in told:
+    for rank in gathered:
         for name, (shape, place, part) in rank.items():
             whole.setdefault(name, torch.empty(shape, dtype=part.dtype))[tuple(place)] = part
     return whole

@@ -50,3 +50,17 @@ def test_a_contradiction_shows_the_arithmetic() -> None:
         derive(4, global_batch_size=32, batch_size=16)
     with pytest.raises(UserError, match="add an entry for 0"):
         derive(1, batch_size=3, gradient_accumulation={1: 4})
+
+
+def test_batches_are_counted_by_data_parallel_ranks_and_not_by_processes() -> None:
+    """Two processes that share every layer take one sample together."""
+    from verify.runs import ragged
+
+    from shoal.config.layout import check_layout
+
+    mesh = {"strategy": "mesh", "mesh": {"tp": 2, "dp_shard": 1}}
+    run = ragged(distributed=mesh, global_batch_size=1)
+    assert check_layout(run.config, run.recipe_type(run.recipe_config), 2, 2).mesh["tp"] == 2
+    run = ragged(distributed={"strategy": "ddp"}, global_batch_size=1)
+    with pytest.raises(UserError, match="global_batch_size"):
+        check_layout(run.config, run.recipe_type(run.recipe_config), 2, 2)

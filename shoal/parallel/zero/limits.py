@@ -35,7 +35,7 @@ def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None
     if counted and (new := sorted(members.keys() - counted)):
         raise UserError(
             f"{new[0]} has no optimizer state in the checkpoint and {min(counted)} has, but DeepSpeed counts their "
-            "steps together; go on with another distributed.strategy"
+            "steps together; resume with another distributed.strategy"
         )
 
 

@@ -47,10 +47,10 @@ class DDPEngine(PlainEngine):
         self.keeps_gradients = options["gradient_as_bucket_view"] and not options["find_unused_parameters"]
         self.module = DistributedDataParallel(model, process_group=group, **options)
         if self.reduction == "sum":
-            self.module.register_comm_hook(None, _sum_over_ranks)
+            self.module.register_comm_hook(group, _sum_over_ranks)
 
     def _exchange_by_hooks(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """For a planner: DDP's reducer reads memory, which fake tensors do not have. The exchange is as large."""
+        """For a planner: DDP's reducer reads memory, which fake tensors do not have. It sends as many bytes."""
         self.is_warm = True
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -104,5 +104,5 @@ def default_bucket_mb(model: nn.Module) -> int:
 def _sum_over_ranks(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     """Sums gradients instead of averaging them, because losses are already divided by the global count."""
     buffer = bucket.buffer()
-    work: Any = dist.all_reduce(buffer, async_op=True)
+    work: Any = dist.all_reduce(buffer, group=state, async_op=True)
     return work.get_future().then(lambda future: buffer)

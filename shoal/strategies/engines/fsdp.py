@@ -53,7 +53,7 @@ class FSDPEngine(PlainEngine):
         for module in self._sharded:
             module.register_forward_hook(_reshard_without_backward)  # type: ignore[attr-defined]
             if self.reduction == "sum":
-                # The factor alone would not do: gloo cannot premultiply.
+                # Both are needed, because gloo has no PREMUL_SUM.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 

@@ -25,7 +25,7 @@ class PlainEngine:
     module: nn.Module
     """The module to call in a forward that a backward follows."""
     backward: Callable[[Tensor, Tensor], None] | None = None
-    """(loss, scale) → runs the backward of loss × scale, where plain `loss.backward(scale)` would not do."""
+    """Runs the backward of loss × scale; set by engines that cannot use plain `loss.backward(scale)`."""
     keeps_gradients = False
     """True if gradients live in buffers of the engine and are set to zero instead of being freed."""
     is_warm = True

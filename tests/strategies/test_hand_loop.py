@@ -399,3 +399,51 @@ def test_a_checkpoint_of_the_trainer_opens_in_a_loop_by_hand(toy):
     stored = load_file(path / "model.safetensors")
     torch.testing.assert_close(model.state_dict(), stored, rtol=0, atol=0, check_device=False)
     assert all(optimizer.state[p]["step"] == 10 for p in model.parameters())
+
+
+def test_a_strategy_takes_one_loop():
+    strategy = SingleStrategy(device="cpu")
+    Loop(strategy).wrap(build(), sgd)
+    with pytest.raises(UserError, match=r"or its strategy, has a model already; .* make another strategy"):
+        Loop(strategy).wrap(build(), sgd)
+
+
+def test_a_checkpoint_of_one_optimizer_does_not_open_with_two(saved):
+    _, path = saved
+    halves = [lambda m: torch.optim.AdamW(m.body.parameters()), lambda m: torch.optim.AdamW(m.head.parameters())]
+    loop = one_process(build(), *halves)
+    with pytest.raises(UserError, match="was saved with 1 optimizers, but the loop has 2"):
+        loop.load(path)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_in_bf16_are_clipped_and_stepped(fused):
+    loop = Loop(SingleStrategy(device="cpu"))
+    builder = lambda m: torch.optim.SGD(m.parameters(), lr=1.0, fused=fused)  # noqa: E731
+    model, _ = loop.wrap(nn.Linear(4, 1, bias=False).bfloat16(), builder)
+    before = model.weight.detach().clone()
+    loop.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+    info = loop.step(max_norm=1.0)
+    assert info.grad_norm.dtype == torch.float32
+    assert (before - model.weight.detach()).float().norm().item() == pytest.approx(1.0, rel=0.02)
+
+
+def step_two_optimizers_in_fp16() -> list[float]:
+    """Under DDP, whose gradients are never freed; the second step of the first optimizer overflows."""
+    with DDPStrategy(device="cpu", mixed_precision="fp16") as strategy:
+        loop = Loop(strategy)
+        (model,) = loop.wrap(build())
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (loop.model.body, loop.model.head)]
+        loop.add(torch.optim.SGD(loop.model.branch.parameters(), lr=0.0))
+        optimizers.append(loop._optimizers[0])
+        scales = []
+        for factor in (1.0, float("inf"), 1.0):
+            loop.backward(model(batch(0)[0]).square().mean() * factor)
+            for optimizer in optimizers:
+                loop.step(optimizer)
+            scales.append(strategy._loss_scale.scale.item())
+        return scales
+
+
+def test_the_loss_scale_of_several_optimizers_is_halved_once(pool2):
+    assert pool2.run(step_two_optimizers_in_fp16, init=False) == [[2.0**16, 2.0**15, 2.0**15]] * 2
