@@ -1,7 +1,7 @@
 """Where a run is computed."""
 
 from shoal.strategies.contract import DistributedStrategy
-from shoal.strategies.loop import Loop
+from shoal.strategies.hand_loop import Loop
 from shoal.strategies.presets import (
     DDPStrategy,
     DeepSpeedStrategy,

@@ -20,6 +20,7 @@ from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
+from shoal.parallel.tensor.sequence_parallel import check_length
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
@@ -247,7 +248,7 @@ class DistributedStrategy(ABC):
     # Collectives
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over data-parallel ranks (and context-parallel ones, which have other tokens), on every rank."""
+        """Returns the sum over data-parallel ranks, and over context-parallel ones, which have other tokens."""
         if not self._data_groups:
             return tensor
         tensor = tensor.clone()
@@ -282,16 +283,10 @@ class DistributedStrategy(ABC):
             dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
 
     def _split_sequences(self, batches: Sequence[Any], recipe: Objective) -> list[Any]:
-        """Returns this rank's part of every sequence, where ranks share the tokens of a sample."""
-        cp, tp = self.layout.mesh["cp"], self.layout.mesh["tp"]
-        parts = [recipe.split_sequence(batch, self._coordinates["cp"], cp) for batch in batches]
-        # Checked here, for only the stage with the embedding would notice.
-        for tokens in map(recipe.sequence_length, parts) if self.layout.sequence_parallel else ():
-            if tokens % tp:
-                raise UserError(
-                    f"distributed.tensor.sequence_parallel = true, but tp {tp} does not divide the {tokens} tokens "
-                    "that a rank has of a sequence; choose another dataset.seq_length"
-                )
+        """Returns this rank's part of every sequence; if there is one part, the whole with its positions."""
+        parts = [recipe.split_sequence(batch, self._coordinates["cp"], self.layout.mesh["cp"]) for batch in batches]
+        for batch in parts if self.layout.sequence_parallel else ():
+            check_length(recipe.sequence_length(batch), self.layout.mesh["tp"])
         return parts
 
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:

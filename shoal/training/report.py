@@ -17,7 +17,7 @@ from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.precision import HalfWitness
 
 if TYPE_CHECKING:
-    from shoal.training.shell import Shell
+    from shoal.training.loop import Shell
 
 
 SECTIONS = {

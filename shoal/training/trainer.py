@@ -1,4 +1,4 @@
-"""Training a recipe: opening a run, and what a step of it computes. The cadence around steps is in `shell.py`."""
+"""Training a recipe: opening a run, and what a step of it computes. The cadence around steps is in `loop.py`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
+from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
@@ -28,7 +29,6 @@ from shoal.training.resume import Progress
 from shoal.training.run_folder import open_run_folder
 from shoal.training.schedules import build_schedule, say_jump
 from shoal.training.session import Session, assemble
-from shoal.training.shell import Outcome, Shell
 from shoal.training.signals import StopFlag, Stopped
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
@@ -68,7 +68,7 @@ def open_shell(
     config, warn = run.config, Warnings()
 
     def opening(what: str, step: int = 0) -> None:
-        """Ends the run if any rank got a signal, since there is nothing to save yet; then tells the watchdog the phase."""
+        """Ends the run if any rank got a signal: there is nothing to save yet. Then tells the watchdog the phase."""
         if number := strategy.max_over_ranks(stop.signal):
             raise Stopped(number, agreed=True)
         watchdog.at(what, step)

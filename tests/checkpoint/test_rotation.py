@@ -23,8 +23,8 @@ from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.training import train
+from shoal.training.loop import Shell
 from shoal.training.meter import Meter
-from shoal.training.shell import Shell
 from shoal.training.trainer import RecipeBody
 from shoal.types import TrainState
 

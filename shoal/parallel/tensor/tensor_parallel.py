@@ -24,6 +24,7 @@ from shoal.errors import UserError
 from shoal.forward import add_layer, view_parameters
 from shoal.parallel.collectives import gather_tokens, gather_vocabulary, scatter_tokens, sum_gradients, sum_over
 from shoal.parallel.pipeline.stages import PassThrough
+from shoal.parallel.tensor.sequence_parallel import check_length, check_plan
 from shoal.types import ParallelPlan, TensorStyle
 
 
@@ -49,19 +50,9 @@ class TensorParallel:
     def apply(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Cuts the parameters that the plan names, and puts layers around the forward of their modules."""
         styles = resolve(model, plan)
-        if self.sequence and "sequence" not in styles.values():
-            raise UserError(
-                "distributed.tensor.sequence_parallel = true: the recipe's plan names no modules of style `sequence`, "
-                "which treat every token by itself, or the model makes masks for whole sequences; set it to false"
-            )
         modules = dict(model.named_modules())
-        staged = any(isinstance(module, PassThrough) for module in modules.values())
-        embeds = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
-        if self.sequence and not embeds and not staged:
-            raise UserError(
-                "distributed.tensor.sequence_parallel = true: nothing splits the tokens at first; let the recipe's "
-                "plan cut the embedding as `vocabulary`, or set it to false"
-            )
+        if self.sequence:
+            check_plan(styles, modules)
         parts = self._cut(model, styles)
         for name, style in styles.items():
             if isinstance(style, str) and name in modules:
@@ -201,11 +192,8 @@ class TensorParallel:
 
         def embed(forward: Callable[..., Any], tokens: Tensor) -> Tensor:
             self.scattered = self.sequence and tokens.shape[-1] % self.size == 0
-            if self.sequence and not self.scattered and torch.is_grad_enabled():
-                raise UserError(
-                    f"distributed.tensor.sequence_parallel = true, but {self.size} ranks cannot share sequences of "
-                    f"{tokens.shape[-1]} tokens evenly; choose a length that is a multiple, or set it to false"
-                )
+            if self.sequence and torch.is_grad_enabled():
+                check_length(tokens.shape[-1], self.size)
             first, last = self.rank * chunk, min((self.rank + 1) * chunk, module.num_embeddings)
             foreign = (tokens < first) | (tokens >= last)
             padding = module.padding_idx  # the row that gets no gradient, by its place in the whole table
