@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
-from shoal.forward import add_layer
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.torch_private import TorchDispatchMode, compiled_graphs
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
@@ -242,28 +241,6 @@ def test_mistakes_are_told_in_one_line() -> None:
     with pytest.raises(UserError, match=r"both Block and MLP, but 'blocks.0.mlp' is inside of 'blocks.0'"):
         apply_activation_checkpointing(model, plan, settings("full", classes=["MLP", "Block"]))
     assert apply_activation_checkpointing(model, ParallelPlan(), settings("none")) == []
-
-
-def test_a_forward_that_was_replaced_is_recomputed() -> None:
-    """A user's own function in the place of `forward`, and another layer, are called in both passes."""
-    model, plan, inputs = stack(num_blocks=2)
-    calls: list[str] = []
-    for block in model.blocks:
-        own = block.forward
-
-        def replaced(x: Tensor, gain: Tensor, own: Any = own) -> Tensor:
-            calls.append("replaced")
-            return 2 * own(x, gain=gain)
-
-        block.forward = replaced
-        add_layer(block, lambda forward, *args, **kwargs: calls.append("layer") or forward(*args, **kwargs) + 1)
-    expected, once = run(model, inputs), [*calls]
-    assert once == ["layer", "replaced"] * 2
-    calls.clear()
-    assert apply_activation_checkpointing(model, plan, settings("full")) == ["blocks.0", "blocks.1"]
-    for value, wanted in zip(run(model, inputs), expected, strict=True):
-        assert torch.equal(value, wanted)
-    assert calls == once * 2
 
 
 def compile_light(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,194 @@
+"""Layers around a forward, and views of parameters: what a module computes changes, and what it is stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema import ActivationCheckpointingConfig
+from shoal.forward import add_layer, compile_forward, view_parameters
+from shoal.torch_private import compiled_graphs
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
+from shoal.types import ParallelPlan
+
+
+class Noting(nn.Module):
+    """Writes down who is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls.append("forward")
+        return x * scale
+
+    def layer(self, name: str) -> Callable[..., Tensor]:
+        def noting(forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+            self.calls.append(f"into {name}")
+            output = forward(*args, **kwargs)
+            self.calls.append(f"out of {name}")
+            return output + 1
+
+        return noting
+
+
+def test_layers_stack_in_order() -> None:
+    """The one that was added last is the outermost, and hooks stay outside of all."""
+    module = Noting()
+    before = signature(module.forward)
+    module.register_forward_pre_hook(lambda *_: module.calls.append("pre-hook"))
+    for name in ("first", "second"):
+        add_layer(module, module.layer(name))
+    module.register_forward_hook(lambda *_: module.calls.append("hook"))
+    assert module(torch.ones(()), scale=3.0) == 5
+    inside = ["into second", "into first", "forward", "out of first", "out of second"]
+    assert module.calls == ["pre-hook", *inside, "hook"]
+    assert signature(module.forward) == before
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputing_calls_what_was_there_before(mode: str) -> None:
+    """A function that replaced `forward`, and the layers around it, run in both passes; later layers in the first."""
+    module = Noting()
+    own = module.forward
+    module.forward = lambda x: own(2 * x).exp()  # type: ignore[method-assign]
+    add_layer(module, module.layer("inner"))
+    model = nn.Sequential(module)
+    config = ActivationCheckpointingConfig(mode=mode)
+    assert apply_activation_checkpointing(model, ParallelPlan(blocks=("0",)), config) == ["0"]
+    add_layer(module, module.layer("outer"))
+    x, before = torch.zeros((), requires_grad=True), num_recomputed()
+    output = model(x)
+    inner = ["into inner", "forward", "out of inner"]
+    assert module.calls == ["into outer", *inner, "out of outer"]
+    assert output == 3  # exp(2 × 0), and one of each layer
+    output.backward()
+    assert x.grad == 2
+    assert num_recomputed() == before + 1
+    assert module.calls[5:] == inner[:-1]  # torch stops recomputing when it has the output of exp
+
+
+class Layer(nn.Linear):
+    """Remembers which parameters its forward saw."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.saw = [self.weight, self.bias]
+        if len(input) == 1:
+            self(torch.cat([input, input]))  # a module that calls itself has its views all the while
+            self.saw = [self.weight, self.bias]
+        if len(input) == 3:
+            raise ValueError("three rows")
+        return nn.functional.linear(input, self.weight, self.bias)
+
+
+def test_views_are_there_in_the_forward_alone() -> None:
+    layer = Layer(4, 2)
+    weight, bias = layer.weight, layer.bias
+    names, state = [name for name, _ in layer.named_parameters()], [*layer.state_dict()]
+    view_parameters(layer, lambda parameter: 2 * parameter, hidden=("bias",))
+
+    def assert_plain() -> None:
+        assert layer.weight is weight
+        assert layer.bias is bias
+        assert [*layer.parameters()] == [weight, bias]
+        assert [name for name, _ in layer.named_parameters()] == names
+        assert [*layer.state_dict()] == state
+
+    assert_plain()
+    assert isinstance(layer, Layer)
+    assert type(layer).__name__ == "Layer"
+    for count in (2, 1):
+        x = torch.ones(count, 4)
+        torch.testing.assert_close(layer(x), 2 * x @ weight.T)
+        assert torch.equal(layer.saw[0], 2 * weight)
+        assert layer.saw[1] is None
+        assert_plain()
+    with pytest.raises(ValueError, match="three rows"):
+        layer(torch.ones(3, 4))
+    assert_plain()
+    layer(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 4.0))
+    assert bias.grad is None
+
+
+def test_a_parameter_that_is_replaced_is_viewed() -> None:
+    """As fully_shard replaces them while it gathers."""
+    layer = Layer(4, 2)
+    view_parameters(layer, lambda parameter: 2 * parameter)
+    layer.weight = nn.Parameter(torch.ones(2, 4))
+    layer.bias = nn.Parameter(torch.zeros(2))
+    assert torch.equal(layer(torch.ones(2, 4)), torch.full((2, 2), 8.0))
+
+
+def test_a_module_without_parameters_stays_as_it_is() -> None:
+    module = nn.ReLU()
+    view_parameters(module, lambda parameter: 2 * parameter)
+    assert type(module) is nn.ReLU
+    assert "forward" not in vars(module)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def blocks() -> nn.Sequential:
+    """Twelve blocks that are cut as tensor parallelism cuts them, except that all of it is on one rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(12)))
+
+    def view(parameter: Tensor) -> Tensor:
+        return 0.5 * parameter
+
+    def enter(forward: Any, x: Tensor) -> Tensor:
+        return forward(x * 2)
+
+    def leave(forward: Any, x: Tensor) -> Tensor:
+        return forward(x) / 2
+
+    for block in model:
+        for linear in (block.up, block.down):  # type: ignore[union-attr]
+            view_parameters(linear, view)  # type: ignore[arg-type]
+        add_layer(block.up, enter)  # type: ignore[union-attr,arg-type]
+        add_layer(block.down, leave)  # type: ignore[union-attr,arg-type]
+    return model
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model(torch.ones(3, 8, requires_grad=True)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed or not: a write to an attribute inside of the graph would break it, or leave no graph at all."""
+    from torch._dynamo.utils import counters
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    torch.compiler.reset()
+    expected, model = gradients(blocks()), blocks()
+    names = [*model.state_dict()]
+    plan = ParallelPlan(blocks=tuple(map(str, range(12))))
+    apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode=mode))
+    for block in model:
+        compile_forward(block)
+    graphs, breaks = compiled_graphs(), counters["graph_break"].total()
+    for _ in range(2):
+        model.zero_grad()
+        found = gradients(model)
+    assert (compiled_graphs() - graphs, counters["graph_break"].total() - breaks) == (1, 0)
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+    assert [*model.state_dict()] == names
+    assert isinstance(model[0].up.weight, nn.Parameter)
