@@ -127,7 +127,6 @@ def test_formatted_values_parse_to_the_same_value(value: object) -> None:
 
 
 def test_the_resolved_file_loads_again_as_the_same_run(tmp_path: Path) -> None:
-    text = MINIMAL + "experiment: {name: 'on'}\ntraining.x: 1\n"
     text = "recipe: bdh\nexperiment: {name: 'on'}\ntraining: {max_steps: 5, optimizer: sgd, learning_rate: 1e-4}\n"
     run = load(tmp_path, text, "training.gradient_accumulation={0: 8, 2: 4}", "model.n_layer=1")
     again = load(tmp_path, run.to_yaml({"training.global_batch_size": 64}))

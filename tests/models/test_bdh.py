@@ -199,7 +199,8 @@ def test_bf16_autocast_is_near_and_keeps_phases_in_float32() -> None:
 @pytest.mark.usefixtures("portable_bf16")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_a_bf16_model_keeps_its_frequencies() -> None:
-    model, freqs = build(), build().attn.freqs
+    model = build()
+    freqs = model.attn.freqs.clone()
     model.bfloat16()
     assert model.encoder.dtype == torch.bfloat16
     assert torch.equal(model.attn.freqs, freqs)

@@ -200,7 +200,7 @@ def read_wandb(folder: Path) -> tuple[Any, list[dict[str, Any]]]:
 
 def test_wandb_offline_and_the_same_run_after_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
-    config = WandbConfig(project="fish", mode="offline")
+    config = WandbConfig(project="fish", entity="school", mode="offline")
     for resume_step in (0, 1):
         logger = WandbLogger(config, tmp_path, "tiny", SETTINGS, resume_step)
         logger.log(resume_step + 1, {"train/loss": 2.5})
@@ -213,7 +213,7 @@ def test_wandb_offline_and_the_same_run_after_resume(tmp_path: Path, capfd: pyte
     assert [row["_step"] for row in read_wandb(second)[1]] == [2]
 
     run, history = read_wandb(first)
-    assert (run.project, run.display_name) == ("fish", "tiny")
+    assert (run.entity, run.project, run.display_name) == ("school", "fish", "tiny")
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings["training"] == SETTINGS["training"]
     (row,) = history  # everything that is logged at one step is one row

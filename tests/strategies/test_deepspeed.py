@@ -319,6 +319,7 @@ def test_a_folder_named_deepspeed_is_not_it(tmp_path: Path, monkeypatch: pytest.
 def test_options_reach_the_engine() -> None:
     options = {"reduce_bucket_size": 1000, "sub_group_size": 2000, "contiguous_gradients": False}
     options |= {"stage3_prefetch_bucket_size": 3000, "stage3_max_reuse_distance": 4000}
+    options |= {"aio": {"overlap_events": False, "queue_depth": 16}}
     with DeepSpeedStrategy(device="cpu", stage=3, **options) as strategy:
         strategy.prepare(nn.Linear(4, 4), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
         engine: Any = strategy.engine
@@ -327,6 +328,8 @@ def test_options_reach_the_engine() -> None:
         assert engine.zero_contiguous_gradients() is False
         assert engine.zero_prefetch_bucket_size() == 3000
         assert engine.zero_max_reuse_distance() == 4000
+        assert engine._config.aio_config["overlap_events"] is False
+        assert engine._config.aio_config["queue_depth"] == 16
 
 
 def test_optimizers_that_need_whole_tensors_are_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from shoal.errors import UserError
 from shoal.recipes import Recipe
 from shoal.strategies import SingleStrategy
 from shoal.training import train
+from shoal.training.meter import Meter
 from shoal.training.optimizers import build_optimizer
 from shoal.training.schedules import build_schedule
 from shoal.types import MicroBatch, ParallelPlan
@@ -245,10 +248,58 @@ def test_the_report_says_who_set_what(toy: ToyRun) -> None:
     assert "drawn by name" in report
 
 
-def test_deterministic(toy: ToyRun) -> None:
-    toy.train("experiment.deterministic=true")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic(toy: ToyRun, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    in_backward: list[bool] = []
+    backward = torch.Tensor.backward
+
+    def look(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        in_backward.append(torch.are_deterministic_algorithms_enabled())
+        backward(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "backward", look)
+    toy.train(f"experiment.deterministic={deterministic}")
+    assert in_backward == [deterministic] * 10
     assert not torch.are_deterministic_algorithms_enabled()
-    assert "deterministic" in (toy.output / "report.txt").read_text()
+    report = (toy.output / "report.txt").read_text()
+    assert bool(re.search(r"^deterministic +yes ", report, re.M)) == deterministic
+
+
+def test_garbage_is_collected_every_so_many_steps(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    enabled: list[bool] = []
+    add = Meter.add  # which is called once in every step
+
+    def look(meter: Meter, *args: Any) -> None:
+        enabled.append(gc.isenabled())
+        add(meter, *args)
+
+    monkeypatch.setattr(Meter, "add", look)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    toy.train("training.gc_steps=3")
+    assert collected == [2, 1, 1, 1]  # all before the first step, then the young after steps 3, 6 and 9
+    assert enabled == [False] * 10
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_nesterov_moves_weights_as_torch_does(toy: ToyRun, nesterov: bool) -> None:
+    key = f"training.optimizer={{name: sgd, momentum: 0.9, nesterov: {nesterov}}}"
+    training = load_run(toy.config, [key]).config.training
+    ours, theirs, unlike = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    options = {"lr": training.learning_rate, "momentum": 0.9, "weight_decay": training.weight_decay}
+    optimizers = [
+        build_optimizer(training, [{"params": [ours]}]),
+        torch.optim.SGD([theirs], nesterov=nesterov, **options),
+        torch.optim.SGD([unlike], nesterov=not nesterov, **options),
+    ]
+    for _ in range(3):
+        for parameter, optimizer in zip((ours, theirs, unlike), optimizers, strict=True):
+            optimizer.zero_grad()
+            parameter.square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, unlike)
 
 
 def test_streams_train_and_resume(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
