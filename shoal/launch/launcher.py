@@ -47,12 +47,14 @@ def start(run: Run, arguments: Sequence[str]) -> int:
     launch = run.config.launch
     derive_batches(run.config.training, launch.processes)  # raises UserError before any process is started
     world = detect_launchers(launch.nodes, launch.procs_per_node)
-    board = connect_to_board(world, run.config.distributed.init_timeout)  # open until the run has ended
-    os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # torch's 30 s are too short to save a large model
-    logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
     try:
+        board = connect_to_board(world, run.config.distributed.init_timeout)  # open until the run has ended
+        os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
+        os.environ.setdefault(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"
+        )  # torch's 30 s do not suffice to save large models
+        logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
         return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

@@ -134,6 +134,11 @@ def test_what_torchs_launcher_is_asked_for(
         (["launch.nodes=2"], NODES | {"MASTER_PORT": "TAKEN"}, ["MASTER_PORT", "in use"]),
         (["launch.nodes=2"], NODES | {"NODE_RANK": "2"}, ["NODE_RANK=2", "below launch.nodes = 2"]),
         (["launch.nodes=2", TWO], NODES | {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "= 4"]),
+        (
+            ["launch.nodes=2", "distributed.init_timeout=1"],
+            NODES | {"NODE_RANK": "1"},  # nobody has opened the board
+            ["launch.nodes = 2: other machines did not connect in time", "MASTER_ADDR = 127.0.0.1"],
+        ),
         (["training.global_batch_size=2", "launch.procs_per_node=4"], {}, ["training.global_batch_size = 2", "4"]),
     ],
 )
