@@ -25,7 +25,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
     from shoal.config import load_run
     from shoal.launch.launcher import start, wants_processes
-    from shoal.launch.worker import among_others
+    from shoal.launch.worker import as_worker
     from shoal.processes.detect import detect, detect_attempt
     from shoal.training import train as train_run
     from shoal.training.preflight import check_start
@@ -38,7 +38,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
         raise typer.Exit(start(run, sys.argv[1:]))
     world = detect()
     check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
-    with among_others(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
+    with as_worker(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
             outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by

@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Starting the processes of a run, and what each of them does with its output and its errors."""

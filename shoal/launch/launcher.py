@@ -1,4 +1,4 @@
-"""Starts the processes of a machine with torch's own elastic launcher, and starts them again when one dies."""
+"""Starts the processes of a machine with torch's elastic launcher, and restarts all of them when one dies."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.launch.worker import ENDING, log_path
-from shoal.processes.board import HUNG, board_of
+from shoal.launch.worker import FINAL_EXIT_CODE, log_path
+from shoal.processes.board import HANG_REPORT, connect_to_board
 from shoal.processes.detect import detect_launchers, is_worker
-from shoal.processes.group import LOST_PEERS, say_exit
-from shoal.processes.watchdog import kill_here
+from shoal.processes.group import LOST_PEERS_EXIT_CODE, describe_exit
+from shoal.processes.watchdog import kill_local_processes
 from shoal.processes.world import World
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""A worker that was asked to stop by one of these saves and leaves with 128 + its number: nothing to repair."""
+"""A worker that gets one of these signals saves and exits with 128 + its number. It is not restarted."""
 
-CONSEQUENCES = {LOST_PEERS: 1, -signal.SIGABRT: 2, -signal.SIGINT: 3, -signal.SIGTERM: 4}
-"""When one process dies its peers fail too, or are ended: exit codes by how far each is from the cause.
+DISTANCE_FROM_CAUSE = {LOST_PEERS_EXIT_CODE: 1, -signal.SIGABRT: 2, -signal.SIGINT: 3, -signal.SIGTERM: 4}
+"""When one process dies, its peers fail or are stopped. The exit code with the lowest number here is the likely cause.
 
-NCCL aborts when it loses a peer."""
+Other exit codes have the number 0. NCCL calls abort() when it loses a peer.
+"""
 
 
 def wants_processes(run: Run) -> bool:
-    """Whether this process is to start others instead of training itself."""
+    """Returns True if this process must start the processes of the run instead of training itself."""
     return not is_worker() and run.config.launch.processes > 1
 
 
 def start(run: Run, arguments: Sequence[str]) -> int:
-    """Runs `shoal <arguments>` in every process; returns the exit code for the user's shell."""
+    """Runs `shoal <arguments>` in every process of this machine, and returns the exit code for the user's shell."""
     launch = run.config.launch
     world = detect_launchers(launch.nodes, launch.procs_per_node)
-    board = board_of(world, run.config.distributed.init_timeout)  # kept by the first machine, as long as the run lasts
-    os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # a large model is not saved in torch's 30 s
-    logging.disable(logging.ERROR)  # of torch's launcher: we say it in one line ourselves
     try:
+        board = connect_to_board(world, run.config.distributed.init_timeout)  # open until the run has ended
+        os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
+        os.environ.setdefault(
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"
+        )  # torch's 30 s do not suffice to save large models
+        logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
         return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -58,43 +61,49 @@ def start(run: Run, arguments: Sequence[str]) -> int:
         if launch.nodes == 1:
             raise
         raise UserError(
-            f"launch.nodes = {launch.nodes}, but the other machines did not come, or the one at {world.address} left: "
-            f"{str(error).splitlines()[0]}"
+            f"launch.nodes = {launch.nodes}: other machines did not connect in time, or the connection was lost "
+            f"({str(error).splitlines()[0]}); run the same command on all of them, with MASTER_ADDR = {world.address}"
         ) from None
 
 
 def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]) -> int:
+    """Starts the run again and again, until it ends well or must not be restarted; returns the exit code."""
     max_restarts = run.config.launch.max_restarts
-    first = int(board.compare_set("attempt", "", "0"))  # of all machines: one that comes late joins in
-    for attempt in range(first, max_restarts + 1):
+    # The number of the attempt is on the board, so that a machine that starts late takes part in the same attempt.
+    first_attempt = int(board.compare_set("attempt", "", "0"))
+    for attempt in range(first_attempt, max_restarts + 1):
         run_id = f"attempt {attempt}"
-        hung = HUNG.format(World(run_id=run_id).attempt_name)
-        exit_codes = _run_attempt(run, node, board, run_id, hung, arguments)
+        report_key = HANG_REPORT.format(World(run_id=run_id).attempt_name)
+        exit_codes = _run_attempt(run, node, board, run_id, report_key, arguments)
         if not exit_codes:
             return 0
         codes = {*exit_codes.values()}
-        if codes <= {-number for number in STOP_SIGNALS}:  # before there was anything to save
+        if codes <= {-number for number in STOP_SIGNALS}:  # the signal came before the first step
             codes = {128 - code for code in codes}
         if stopped := codes & {128 + number for number in STOP_SIGNALS}:
             return min(stopped)
-        if board.check([ENDING]):  # an error that would only come again; the worker has told it
-            return int(board.get(ENDING))
+        if board.check([FINAL_EXIT_CODE]):  # an error that would come again; the worker has printed it
+            return int(board.get(FINAL_EXIT_CODE))
         board.compare_set("attempt", str(attempt), str(attempt + 1))
-        again = f"starting again, from the last checkpoint if there is one ({attempt + 1} of {max_restarts})"
-        then = again if attempt < max_restarts else f"giving up after {max_restarts} restarts"
-        print(f"shoal: {_say_cause(exit_codes, run, board, hung)}; {then}", file=sys.stderr, flush=True)
+        restarting = f"starting again, from the last checkpoint if there is one ({attempt + 1} of {max_restarts})"
+        next_action = restarting if attempt < max_restarts else f"giving up after {max_restarts} restarts"
+        print(
+            f"shoal: {_describe_cause(exit_codes, run, board, report_key)}; {next_action}", file=sys.stderr, flush=True
+        )
     return 1
 
 
-def _run_attempt(run: Run, node: int, board: Any, run_id: str, hung: str, arguments: Sequence[str]) -> dict[int, int]:
-    """Runs the processes of this machine to their end; returns the exit codes of all that failed, by rank."""
-    # Schedulers warn by SIGUSR1. torch passes SIGTERM on to the workers, and it means the same to them.
+def _run_attempt(
+    run: Run, node: int, board: Any, run_id: str, report_key: str, arguments: Sequence[str]
+) -> dict[int, int]:
+    """Runs the processes of this machine until they end; returns the exit codes of those that failed, by rank."""
+    # Schedulers send SIGUSR1 as a warning. torch forwards SIGTERM to the workers, which treat both alike.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-    for number in (signal.SIGINT, signal.SIGTERM):  # while torch waits for other machines, it sees no handler
+    for number in (signal.SIGINT, signal.SIGTERM):  # a Python handler would not run while torch waits for machines
         signal.signal(number, signal.SIG_DFL)
     launch, ended = run.config.launch, Event()
     if launch.nodes > 1:
-        Thread(target=_end_silent_workers, args=(board.clone(), hung, ended), daemon=True).start()
+        Thread(target=_kill_silent_workers, args=(board.clone(), report_key, ended), daemon=True).start()
     try:
         with tempfile.TemporaryDirectory(prefix="shoal-") as scratch:
             config = LaunchConfig(
@@ -106,7 +115,7 @@ def _run_attempt(run: Run, node: int, board: Any, run_id: str, hung: str, argume
                 rdzv_configs={"rank": node, "timeout": int(run.config.distributed.init_timeout)},
                 local_addr=board.host,
                 run_id=run_id,
-                max_restarts=0,  # it would not say who died, nor know what is worth repeating
+                max_restarts=0,  # torch would neither name the rank that died nor know which errors come again
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=scratch),
             )
@@ -118,18 +127,22 @@ def _run_attempt(run: Run, node: int, board: Any, run_id: str, hung: str, argume
     return {}
 
 
-def _end_silent_workers(board: Any, hung: str, ended: Event) -> None:
-    """Workers end those of their machine that hang and do not answer; where none answers, the launcher has to."""
+def _kill_silent_workers(board: Any, report_key: str, ended: Event) -> None:
+    """Kills the processes of this machine that a hang report lists as silent, once there is one.
+
+    Workers do this for other workers of their machine; the launcher does it for a machine on which all are silent.
+    """
     with suppress(dist.DistError):
         while not ended.wait(1):
-            if board.check([hung]):
-                kill_here(json.loads(board.get(hung))["silent"])
+            if board.check([report_key]):
+                kill_local_processes(json.loads(board.get(report_key))["silent"])
                 break
 
 
-def _say_cause(exit_codes: Mapping[int, int], run: Run, board: Any, hung: str) -> str:
-    if board.check([hung]):  # which the workers have told, and have ended each other for
-        return f"{json.loads(board.get(hung))['who']} hung"
-    rank = min(exit_codes, key=lambda rank: CONSEQUENCES.get(exit_codes[rank], 0))
-    lost = f"lost the others (see {log_path(run, rank)})"
-    return f"rank {rank} {lost if exit_codes[rank] == LOST_PEERS else say_exit(exit_codes[rank])}"
+def _describe_cause(exit_codes: Mapping[int, int], run: Run, board: Any, report_key: str) -> str:
+    """Returns which rank failed first, and how."""
+    if board.check([report_key]):  # the workers have printed what hangs, and have killed each other
+        return f"{json.loads(board.get(report_key))['who']} hung"
+    rank = min(exit_codes, key=lambda rank: DISTANCE_FROM_CAUSE.get(exit_codes[rank], 0))
+    lost = f"lost the connection to other ranks (see {log_path(run, rank)})"
+    return f"rank {rank} {lost if exit_codes[rank] == LOST_PEERS_EXIT_CODE else describe_exit(exit_codes[rank])}"

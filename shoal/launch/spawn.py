@@ -1,4 +1,4 @@
-"""Runs a function in several processes of this machine: for a function what torchrun is for a script."""
+"""Runs a function in several processes of this machine, as torchrun runs a script."""
 
 from __future__ import annotations
 
@@ -20,30 +20,38 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import keep_board
-from shoal.processes.detect import rank_in
-from shoal.processes.group import say_exit
+from shoal.processes.board import open_board
+from shoal.processes.detect import rank_from_launcher
+from shoal.processes.group import describe_exit
 
-GRACE_SECONDS = 0.5
-"""After an error: peers of a process that died see a lost connection, often before its death is seen here."""
+DEATH_NOTICE_SECONDS = 0.5
+"""How long a process waits after an error before it exits.
+
+If a peer died, the error is only a consequence; the parent must notice the death first.
+"""
 
 
 def run_function(function: Callable[..., Any], args: Sequence[Any], processes: int, start_method: str) -> list[Any]:
-    """What `function(*args)` returns, by rank. The first error ends the other processes and is raised here."""
+    """Runs `function(*args)` in every process and returns the results by rank.
+
+    The first error ends the other processes and is raised in this one.
+    """
     if processes < 1:
-        raise UserError(f"launch_distributed: processes = {processes}; it must be at least 1")
-    if (rank_here := rank_in(os.environ)) is not None:
-        raise UserError(f"launch_distributed: this process is already rank {rank_here} of a run")
+        raise UserError(f"launch_distributed: processes = {processes}: it must be at least 1")
+    if (own_rank := rank_from_launcher(os.environ)) is not None:
+        raise UserError(
+            f"launch_distributed: this process is already rank {own_rank} of a run; call the function itself"
+        )
     method = _choose_method(function, args) if start_method == "auto" else start_method
-    # Of a forked process the other threads are gone, and with them OpenMP's, for which it would wait for ever.
+    # A forked process lacks the other threads of its parent, also OpenMP's, and would wait for those forever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)
-    board = keep_board("127.0.0.1", 0, loopback_only=True)
+    board = open_board("127.0.0.1", 0, loopback_only=True)
     shared = {
         "WORLD_SIZE": processes,
         "LOCAL_WORLD_SIZE": processes,
         "MASTER_ADDR": board.host,
         "MASTER_PORT": board.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # as torchrun says it: the store is there, so that rank 0 opens none
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is open, so rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
     context: Any = multiprocessing.get_context(method)
@@ -52,9 +60,9 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         try:
             for rank in range(processes):
                 variables = {"RANK": rank, "LOCAL_RANK": rank, **shared}
-                # Not a daemon: those may have no children, so no workers that load data.
+                # Not a daemon: daemons may not start processes, such as the workers of a data loader.
                 worker = context.Process(
-                    target=_work, args=(rank, processes, Path(folder), threads, variables, function, args)
+                    target=_run_in_child, args=(rank, processes, Path(folder), threads, variables, function, args)
                 )
                 worker.start()
                 workers.append(worker)
@@ -71,24 +79,25 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
 
 
 def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """spawn where a new process can import the function; else fork, which takes it along as it is.
+    """Returns `spawn` if a new process can import the function, else `fork`, which needs no import.
 
-    A new process cannot import lambdas, functions inside functions, and whatever a notebook or a prompt defined.
+    A new process cannot import lambdas, functions inside functions, and what a notebook or a prompt has defined.
     """
-    with suppress(Exception):  # pickle raises several kinds, and classes may raise their own
+    with suppress(Exception):  # pickle raises several types, and classes may raise others
         main_file = getattr(sys.modules["__main__"], "__file__", "")
-        if b"__main__" not in pickle.dumps((function, args)) or Path(main_file).is_file():  # it may be "<stdin>"
+        if b"__main__" not in pickle.dumps((function, args)) or Path(main_file).is_file():  # or "<stdin>"
             return "spawn"
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         raise UserError(
-            f"launch_distributed: a new process cannot import {function!r}, and this "
-            "one cannot be forked because it uses CUDA; define the function at the top of a file"
+            f"launch_distributed: a new process cannot import {function!r}, and this process cannot be forked because "
+            "it uses CUDA; define the function at the top level of a file"
         )
     return "fork"
 
 
 def _raise_if_any_failed(workers: Sequence[Any], folder: Path, method: str) -> None:
-    # Who died comes first, for its peers raise an error and leave with 1.
+    """Raises the error of a process that ended without a result."""
+    # A process that died comes first. Its peers only report the lost connection, and exit with code 1.
     for rank in sorted(range(len(workers)), key=lambda rank: workers[rank].exitcode == 1):
         code, error_file = workers[rank].exitcode, folder / f"error {rank}"
         if code is None or (folder / f"result {rank}").exists():
@@ -98,10 +107,10 @@ def _raise_if_any_failed(workers: Sequence[Any], folder: Path, method: str) -> N
             error.add_note(f"This was raised in rank {rank}:\n{trace}")
             raise error
         hint = "; the call needs `if __name__ == '__main__':` around it" if method == "spawn" and code == 1 else ""
-        raise RuntimeError(f"rank {rank} {say_exit(code)} before it returned{hint}")
+        raise RuntimeError(f"rank {rank} {describe_exit(code)} before it returned{hint}")
 
 
-def _work(
+def _run_in_child(
     rank: int,
     size: int,
     folder: Path,
@@ -110,26 +119,27 @@ def _work(
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    """Calls the function as one rank, and writes its result or its error into a file of `folder`."""
+    threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
     os.environ |= {name: str(value) for name, value in variables.items()}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     try:
-        # By plain pickle: torch would hand over shared memory, which is gone when this process ends.
+        # Plain pickle copies tensors. torch would send shared memory, which is gone when this process ends.
         result = pickle.dumps(function(*args))
     except BaseException as error:  # SystemExit, and torch's CheckpointException, are not Exceptions
-        (folder / f"error {rank}").write_bytes(pickle.dumps((_sendable(error), traceback.format_exc())))
+        (folder / f"error {rank}").write_bytes(pickle.dumps((_picklable(error), traceback.format_exc())))
         sys.stdout.flush()
-        time.sleep(GRACE_SECONDS)
-        os._exit(1)  # whatever threads the function has left behind
+        time.sleep(DEATH_NOTICE_SECONDS)
+        os._exit(1)  # does not wait for threads that the function may have started
     (folder / f"result {rank}").write_bytes(result)
-    while len([*folder.glob("result *")]) < size:  # leaving before the others would break their last collective
+    while len([*folder.glob("result *")]) < size:  # or the last collective of the others would break
         time.sleep(0.01)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _sendable(error: BaseException) -> BaseException:
-    """The error itself, or one that says the same if it does not survive pickling."""
+def _picklable(error: BaseException) -> BaseException:
+    """Returns the error itself, or a RuntimeError with the same message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -137,6 +147,7 @@ def _sendable(error: BaseException) -> BaseException:
     return error
 
 
-def _end_with(parent: Any) -> None:
+def _exit_after(parent: Any) -> None:
+    """Ends this process when its parent has ended."""
     parent.join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What one of several processes does with its output and its errors, so that the user sees each thing once."""
+"""The output and errors of one of several processes, handled so that the user sees everything once."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ import torch.distributed as dist
 from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.processes.board import board_of, store_of
-from shoal.processes.group import LOST_PEERS, peers_are_lost
+from shoal.processes.board import board_section, connect_to_board
+from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
 
-ENDING = "ending"
-"""On the board: the exit code of a run that would only fail again."""
+FINAL_EXIT_CODE = "final exit code"
+"""The key of the board under which a worker puts the exit code of a run that would fail again if restarted."""
 
 
 def log_path(run: Run, rank: int) -> Path:
+    """Returns the log file of a rank in the run folder."""
     return Path(run.config.output_dir) / "logs" / f"rank_{rank}.log"
 
 
 @contextmanager
-def among_others(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[int]:
-    """Rank 0 keeps the terminal, the others write to `logs/rank_<n>.log`; the first error reaches the terminal.
+def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """Sends the output of all ranks but rank 0 to `logs/rank_<n>.log`, and shows only the first error on the terminal.
 
-    Yields a file descriptor that writes to the terminal on every rank.
-
-    The process ends here if there was one: its peers may hang in a collective, and taking leave of them would too.
-    `check` comes before there are logs, so that a run which it refuses leaves no folder.
+    Yields a file descriptor that writes to the terminal on every rank. After an error the process exits at once:
+    peers may hang in a collective, and leaving the process group would hang as well. `check` runs before log files
+    are made, so that a run that it refuses leaves no folder.
     """
-    _end_with_launcher(world)
-    board = board_of(world)
-    if board.check([ENDING]):
-        os._exit(int(board.get(ENDING)))
+    _exit_with_launcher(world)
+    board = connect_to_board(world)
+    if board.check([FINAL_EXIT_CODE]):
+        os._exit(int(board.get(FINAL_EXIT_CODE)))
     path, output_dir = log_path(run, world.rank), run.config.output_dir
     terminal = os.dup(2)
     try:
@@ -53,47 +53,48 @@ def among_others(run: Run, world: World, check: Callable[[], None] = lambda: Non
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             yield terminal
-            _leave_after_rank_0(world)
+            _exit_after_rank_0(world)
     except Exception as error:
-        by_user = isinstance(error, UserError | PermissionError)
-        is_short = by_user and "--debug" not in sys.argv
-        text = f"shoal: error: {error}\n" if is_short else traceback.format_exc()
+        is_user_error = isinstance(error, UserError | PermissionError)
+        hide_traceback = is_user_error and "--debug" not in sys.argv
+        text = f"shoal: error: {error}\n" if hide_traceback else traceback.format_exc()
         with suppress(OSError), path.open("a") as file:
             file.write(text)
-        if peers_are_lost(error):
-            os._exit(LOST_PEERS)
-        code = 2 if by_user else 1
+        if is_lost_peer_error(error):
+            os._exit(LOST_PEERS_EXIT_CODE)
+        code = 2 if is_user_error else 1
         if board.add(f"errors of {world.attempt_name}", 1) == 1:
-            os.write(terminal, (text if by_user else f"shoal: rank {world.rank} failed\n{text}").encode())
-            if by_user or step_folders(output_dir) == saved_before:
-                board.set(ENDING, str(code))
+            os.write(terminal, (text if is_user_error else f"shoal: rank {world.rank} failed\n{text}").encode())
+            if is_user_error or step_folders(output_dir) == saved_before:
+                board.set(FINAL_EXIT_CODE, str(code))
         sys.stdout.flush()
         os._exit(code)
 
 
 def _open_log(path: Path, run: Run) -> TextIO:
+    """Opens the log of this rank to append. Raises UserError if the run folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a")
     except OSError as error:
         raise UserError(
-            f"experiment.output_dir = {run.config.output_dir!r} cannot be written: {error.strerror}"
+            f"experiment.output_dir = {run.config.output_dir!r}: cannot be written ({error.strerror}); choose another"
         ) from None
 
 
-def _leave_after_rank_0(world: World) -> None:
-    """A launcher ends all processes when the first leaves with a code, and rank 0 has to say goodbye."""
-    with suppress(dist.DistError):  # the board went with whoever kept it
-        store = store_of(world, "leaving")
+def _exit_after_rank_0(world: World) -> None:
+    """Lets rank 0 print its last lines: a launcher stops all processes once one has exited with a code."""
+    with suppress(dist.DistError):  # the process that kept the board may be gone
+        board = board_section(world, "leaving")
         if world.rank == 0:
-            store.set("rank 0 leaves", "")
+            board.set("rank 0 leaves", "")
         else:
-            store.wait(["rank 0 leaves"], timedelta(minutes=1))
+            board.wait(["rank 0 leaves"], timedelta(minutes=1))
 
 
-def _end_with_launcher(world: World) -> None:
-    """On Linux: a launcher that is killed takes its workers along, which save and leave on SIGTERM."""
+def _exit_with_launcher(world: World) -> None:
+    """On Linux, makes this process get SIGTERM when its launcher is killed, so that it saves and exits."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     if world.launcher_pid not in (None, os.getppid()):
-        os._exit(128 + signal.SIGTERM)  # it was killed before we asked to be told
+        os._exit(128 + signal.SIGTERM)  # the launcher was killed before prctl was called

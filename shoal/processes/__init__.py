@@ -1,1 +1,1 @@
-"""The processes of a run: who this one is, how they find each other, and what happens when one hangs or drifts."""
+"""The processes of a run: which rank this one is, how ranks meet, and what happens when one hangs or drifts."""

@@ -1,4 +1,4 @@
-"""The board: a store where the processes of a run, and their launcher, leave word for each other."""
+"""The board: a key-value store (torch's TCPStore) that the processes of a run share with their launcher."""
 
 from __future__ import annotations
 
@@ -15,60 +15,64 @@ from shoal.errors import UserError
 from shoal.processes.world import World
 from shoal.torch_private import default_store
 
-HUNG = "hung in {}"
-"""On the board, for an attempt: `who` the others waited for in vain, and the processes that are `silent`, in JSON."""
+HANG_REPORT = "hang report of {}"
+"""The key of an attempt's hang report, which is JSON: `who` names the ranks that did not arrive, and `silent` lists
+(machine, process id) of all processes that no longer answer."""
 
 
-def board_of(world: World, timeout_seconds: float = 300) -> Any:
-    """Returns this process's connection to the board, which rank 0 opens unless the launcher has.
+def connect_to_board(world: World, timeout_seconds: float = 300) -> Any:
+    """Returns this process's connection to the board. Rank 0 opens the board, unless the launcher has.
 
-    The others wait for it to come up. Where somebody else made the process group, the board is the store by which its
-    ranks have found each other.
+    The other ranks wait up to `timeout_seconds` for it. If somebody else made the process group, the board is the
+    store of that group.
     """
     if world.group == "made":
         return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
-        return _kept_board(world.address, world.port, world.on_one_machine)
+        return _opened_board(world.address, world.port, world.on_one_machine)
     return _found_board(world.address, world.port, timeout_seconds)
 
 
-def store_of(world: World, purpose: str) -> Any:
-    """Returns the board with names of its own for `purpose`, in every attempt of a launcher and at every call.
+def board_section(world: World, purpose: str) -> Any:
+    """Returns a part of the board that only the ranks of this attempt use, and only for `purpose`.
 
-    Ranks would otherwise read what the dead have left there, or what an earlier run in the same processes has. All
-    ranks have to call this equally often.
+    Every call returns an empty part, so no rank reads entries of a dead attempt, or of an earlier run in the same
+    processes. All ranks must call this equally often.
     """
-    board, name = board_of(world), f"{world.attempt_name}, {purpose}"
-    calls = board.add(f"{name}, calls by rank {world.rank}", 1)
-    return dist.PrefixStore(f"{name} {calls}", board)  # type: ignore[attr-defined]
+    board, prefix = connect_to_board(world), f"{world.attempt_name}, {purpose}"
+    calls = board.add(f"{prefix}, calls by rank {world.rank}", 1)
+    return dist.PrefixStore(f"{prefix} {calls}", board)  # type: ignore[attr-defined]
 
 
 def once_per_node(world: World, task: Callable[[], None]) -> None:
-    """Runs `task` in one process of each machine while the others wait, however long it takes."""
+    """Runs `task` in one process of each machine. The other processes wait until it is done, without a time limit."""
     if world.size == 1 or world.group == "imagined":
         task()
         return
-    store, done = store_of(world, task.__qualname__), f"done on node {world.node}"
+    board, done = board_section(world, task.__qualname__), f"done on node {world.node}"
     if world.local_rank == 0:
         task()
-        store.set(done, "yes")
+        board.set(done, "yes")
     else:
-        while not store.check([done]):  # torch's `wait` would not hear a signal
+        while not board.check([done]):  # torch's `wait` would not let Python handle signals
             time.sleep(0.05)
 
 
-def keep_board(address: str, port: int, loopback_only: bool) -> Any:
-    """Opens a board to others; port 0 takes a free one. Left to itself torch would listen on every interface."""
-    both_families = not loopback_only and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both_families or ":" in address else socket.AF_INET
-    place = (address if loopback_only else "", port)
+def open_board(address: str, port: int, loopback_only: bool) -> Any:
+    """Opens a board for other processes; port 0 takes any free port.
+
+    `loopback_only` hides it from other machines; torch by itself would listen on every interface.
+    """
+    dual_stack = not loopback_only and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack or ":" in address else socket.AF_INET
+    listen_address = (address if loopback_only else "", port)
     try:
-        listener = socket.create_server(place, family=family, dualstack_ipv6=both_families)
+        listener = socket.create_server(listen_address, family=family, dualstack_ipv6=dual_stack)
     except OSError as error:
         raise UserError(
-            f"MASTER_PORT={port} cannot be used on this machine: {error.strerror}; choose another"
+            f"MASTER_PORT = {port}: this machine cannot listen on it ({error.strerror}); choose another port"
         ) from None
-    # Multi-tenant: torch's own launcher, in the same process, then takes this one instead of making another.
+    # With multi_tenant, torch's launcher in the same process uses this store instead of opening its own.
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],
@@ -79,10 +83,10 @@ def keep_board(address: str, port: int, loopback_only: bool) -> Any:
     )
 
 
-_kept_board = cache(keep_board)  # stays open until the process ends: others may still look there
+_opened_board = cache(open_board)  # stays open until the process ends, because other processes may still read it
 
 
-@lru_cache(maxsize=1)  # a process has one world, however often it asks
+@lru_cache(maxsize=1)  # one connection per process, however often it is asked for
 def _found_board(address: str, port: int, timeout_seconds: float) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Finds out which process of a run this one is. No other file of shoal reads the variables that launchers set."""
+"""Detects which process of a run this one is. No other file of shoal reads the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from shoal.errors import UserError
 from shoal.processes.world import LOOPBACK, World
 
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> World:
-    """Returns the world of the process group that is there, or else the one that the environment describes.
+    """Returns the world of the default process group if there is one, else the world that the environment describes.
 
-    The variables are torchrun's; without any of them it is one process. Raises UserError if only some are set.
+    The environment variables are those of torchrun; without any of them the world is one process. Raises UserError if
+    only some of them are set.
     """
     world = World(
         job=_job(environment),
@@ -28,27 +29,27 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
         attempt=detect_attempt(environment),
     )
     if dist.is_initialized():
-        return _of_group(world, environment)
+        return _world_of_group(world, environment)
     if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
         return world
-    if missing := [name for name in _NEEDED if name not in environment]:
-        given = ", ".join(f"{name}={environment[name]}" for name in _NEEDED if name in environment)
+    if missing := [name for name in _RANK_VARIABLES if name not in environment]:
+        present = ", ".join(f"{name}={environment[name]}" for name in _RANK_VARIABLES if name in environment)
         raise UserError(
-            f"the environment says {given}, but not {', '.join(missing)}: "
-            "start the processes by `torchrun` or by launch.procs_per_node, or unset all of them"
+            f"{present}: the environment has no {', '.join(missing)}; "
+            "start the processes by `torchrun` or launch.procs_per_node, or unset all of these variables"
         )
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, size = _read_number(environment, "RANK"), _read_number(environment, "WORLD_SIZE")
     if rank >= size:
-        raise UserError(f"the environment says RANK={rank} in a world of WORLD_SIZE={size}; ranks count from 0")
-    launcher_pid = _number(environment, "SHOAL_LAUNCHER") or None
+        raise UserError(f"RANK={rank}: it must be below WORLD_SIZE={size}; ranks count from 0")
+    launcher_pid = _read_number(environment, "SHOAL_LAUNCHER") or None
     return replace(
         world,
         rank=rank,
         size=size,
-        local_rank=_number(environment, "LOCAL_RANK"),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", size),
+        local_rank=_read_number(environment, "LOCAL_RANK"),
+        local_size=_read_number(environment, "LOCAL_WORLD_SIZE", size),
         address=environment["MASTER_ADDR"],
-        port=_number(environment, "MASTER_PORT"),
+        port=_read_number(environment, "MASTER_PORT"),
         launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         launcher_pid=launcher_pid,
         found_by="shoal's launcher" if launcher_pid else "torchrun" if world.run_id else "environment variables",
@@ -56,71 +57,77 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """Returns how often SLURM, shoal's launcher and torchrun have started this run again.
+    """Returns how often SLURM, shoal's launcher and torchrun have restarted this run.
 
-    shoal's launcher counts its attempts in torchrun's run id.
+    shoal's launcher writes the number of the attempt into torchrun's run id.
     """
     launched = re.fullmatch(r"attempt (\d+)", environment.get("TORCHELASTIC_RUN_ID", ""))
-    slurm, torchrun = (_number(environment, f"{name}_RESTART_COUNT") for name in ("SLURM", "TORCHELASTIC"))
+    slurm, torchrun = (_read_number(environment, f"{name}_RESTART_COUNT") for name in ("SLURM", "TORCHELASTIC"))
     return slurm, int(launched[1]) if launched else 0, torchrun
 
 
 def detect_launchers(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> World:
-    """Returns the world of the launchers, one on each of `nodes` machines. Raises UserError if that cannot be told."""
+    """Returns the world of the launchers, one process on each of `nodes` machines.
+
+    Raises UserError if the variables that say which machine this is are missing or wrong.
+    """
     if nodes == 1:
-        detect(environment)  # refuses a rank that some other launcher half gave us
-        return World(address="127.0.0.1")  # at any free port
+        detect(environment)  # raises UserError if another launcher set only some of its variables
+        return World(address="127.0.0.1")  # port 0: any free port
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]:
         raise UserError(
-            f"launch.nodes = {nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of every "
-            f"node; missing: {', '.join(missing)}"
+            f"launch.nodes = {nodes}: the environment has no {', '.join(missing)}; "
+            "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every machine"
         )
-    node, port = _number(environment, "NODE_RANK"), _number(environment, "MASTER_PORT")
+    node, port = _read_number(environment, "NODE_RANK"), _read_number(environment, "MASTER_PORT")
     if node >= nodes:
-        raise UserError(f"NODE_RANK={node}: it must be below {nodes}, which is launch.nodes")
+        raise UserError(f"NODE_RANK={node}: it must be below launch.nodes = {nodes}; machines count from 0")
     processes = nodes * procs_per_node
-    if (size := _number(environment, "WORLD_SIZE", processes)) != processes:
+    if (size := _read_number(environment, "WORLD_SIZE", processes)) != processes:
         raise UserError(
-            f"the environment says WORLD_SIZE={size}, but launch.nodes {nodes} × procs_per_node "
-            f"{procs_per_node} = {processes}; unset it or make them agree"
+            f"WORLD_SIZE={size}: launch.nodes {nodes} × launch.procs_per_node {procs_per_node} = {processes}; "
+            "unset WORLD_SIZE or make them agree"
         )
     return World(node, nodes, address=environment["MASTER_ADDR"], port=port)
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a launcher started this process as one of several."""
+    """Returns True if a launcher started this process as one of several."""
     return "LOCAL_RANK" in environment
 
 
-def rank_in(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the rank that a launcher gave to the process with this environment, if it gave one."""
+def rank_from_launcher(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the rank that a launcher gave to the process with this environment, or None."""
     return environment.get("RANK")
 
 
-def _of_group(world: World, environment: Mapping[str, str]) -> World:
-    """Returns the world with the ranks of the default process group.
+def _world_of_group(world: World, environment: Mapping[str, str]) -> World:
+    """Returns the world with rank and size of the default process group, which somebody else has made.
 
-    Whoever made that, such as a function under torch.multiprocessing.spawn, need not have set any variables. Without
-    them, ranks that meet on loopback or at an unknown address are taken to be on one machine.
+    They need not have set any variables, for example under torch.multiprocessing.spawn. Without LOCAL_WORLD_SIZE, all
+    ranks are assumed to be on one machine, unless MASTER_ADDR names another: then each machine has one rank per device.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     address = environment.get("MASTER_ADDR", "127.0.0.1")
-    devices = size if address in LOOPBACK else torch.accelerator.device_count() or size
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", devices)
+    default_local_size = size if address in LOOPBACK else torch.accelerator.device_count() or size
+    local_size = _read_number(environment, "LOCAL_WORLD_SIZE", default_local_size)
     return replace(
         world,
         rank=rank,
         size=size,
-        local_rank=_number(environment, "LOCAL_RANK", rank % local_size),
+        local_rank=_read_number(environment, "LOCAL_RANK", rank % local_size),
         local_size=local_size,
         address=address,
         group="imagined" if dist.get_backend() == "fake" else "made",
-        found_by="the process group that was there",
+        found_by="the default process group",
     )
 
 
 def _job(environment: Mapping[str, str]) -> str:
-    """Returns a name for what would start this run again. torchrun without a run id is known by its process."""
+    """Returns a name for the launcher that would restart this run, or an empty string.
+
+    torchrun without a run id is identified by its process id.
+    """
     if slurm := environment.get("SLURM_JOB_ID"):
         return f"SLURM job {slurm}"
     if launcher := environment.get("SHOAL_LAUNCHER"):
@@ -131,8 +138,8 @@ def _job(environment: Mapping[str, str]) -> str:
     return f"torchrun {run_id}" if run_id else ""
 
 
-def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+def _read_number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     text = environment.get(name, str(default))
     if not text.isdigit():
-        raise UserError(f"the environment says {name}={text!r}, which is not a number")
+        raise UserError(f"{name}={text!r}: the environment variable must be a number; correct or unset it")
     return int(text)

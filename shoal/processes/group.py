@@ -1,4 +1,4 @@
-"""The process group of a run: which backend it takes, joining, leaving, and how the loss of a peer looks."""
+"""The process group of a run: its backend, joining and leaving it, and recognising that a peer was lost."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import store_of
+from shoal.processes.board import board_section
 from shoal.processes.world import World
 
-LOST_PEERS = 75
-"""Exit code of a process that ended only because another died or hung."""
+LOST_PEERS_EXIT_CODE = 75
+"""The exit code of a process that ended only because another one died or hung."""
 
-_LOST = (
+_LOST_PEER_MESSAGES = (
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -30,17 +30,17 @@ _LOST = (
 
 
 def join(world: World, device: torch.device, backend: str, timeout_seconds: float) -> None:
-    """Makes the default process group, unless somebody has."""
+    """Makes the default process group, unless there is one already."""
     if dist.is_initialized():
         return
-    if world.on_one_machine:  # which nobody else is to reach
+    if world.on_one_machine:  # then other machines must not be able to connect
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    alone = world.size == 1  # nobody to talk to, so nowhere to listen
+    alone = world.size == 1  # then no port is opened
     dist.init_process_group(
         backend,
-        store=dist.HashStore() if alone else store_of(world, "process group"),  # type: ignore[attr-defined]
+        store=dist.HashStore() if alone else board_section(world, "process group"),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_seconds),
@@ -49,16 +49,16 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
 
 
 def leave(world: World) -> None:
-    """Destroys the process groups that `join` made; those that somebody else made stay."""
+    """Destroys the process groups if `join` made them; those that somebody else made stay."""
     if world.group == "to make" and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """Returns a process group for CPU tensors with the ranks of `group`; None is the default group, here as in torch.
+    """Returns a process group for CPU tensors that has the ranks of `group`. None means the default group, as in torch.
 
-    That is `group` itself, unless somebody made it over NCCL alone: then all of its ranks, which have to call this
-    together, make a gloo group beside it, once.
+    It is `group` itself if that has a backend for CPU tensors. Somebody else may have made it with NCCL alone: then a
+    gloo group of the same ranks is made once, and all of them must call this together.
     """
     return group if "cpu:" in dist.get_backend_config(group) else _gloo_group(group or dist.group.WORLD)
 
@@ -69,27 +69,34 @@ def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
-def choose_backend(wanted: str, device: torch.device, world: World) -> str:
-    """gloo for CPU tensors and NCCL for CUDA's, unless ranks share a GPU, which NCCL refuses."""
+def choose_backend(requested: str, device: torch.device, world: World) -> str:
+    """Returns torch's name of the backend: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    Raises UserError for NCCL without CUDA, and if ranks would share a GPU, which NCCL does not support.
+    """
     on_cuda = device.type == "cuda"
-    if wanted == "nccl" and not on_cuda:
-        raise UserError(f"distributed.backend = nccl needs a CUDA device, but the run is on {device.type}; use auto")
-    if wanted == "gloo" or not on_cuda:
+    if requested == "nccl" and not on_cuda:
+        raise UserError(
+            f"distributed.backend = nccl: it needs a CUDA device, and the run is on {device.type}; use auto"
+        )
+    if requested == "gloo" or not on_cuda:
         return "gloo"
     if world.local_size > torch.cuda.device_count():
         raise UserError(
-            f"{world.local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; NCCL needs one each: "
-            "start fewer, or let them share by distributed.backend = gloo"
+            f"distributed.backend = {requested}: NCCL needs one GPU for each process, and this machine has "
+            f"{torch.cuda.device_count()} for {world.local_size}; start fewer, or use distributed.backend = gloo"
         )
     return "cpu:gloo,cuda:nccl"
 
 
-def peers_are_lost(error: BaseException) -> bool:
-    """Whether an error says no more than that other processes are gone, which is never the cause."""
-    is_torchs = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-    return is_torchs or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST))
+def is_lost_peer_error(error: BaseException) -> bool:
+    """Returns True if an error only says that other processes are gone, so that the cause is elsewhere."""
+    is_store_error = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    return is_store_error or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER_MESSAGES)
+    )
 
 
-def say_exit(code: int) -> str:
-    """Returns how a process ended, in words, from what `multiprocessing` calls its exit code."""
+def describe_exit(code: int) -> str:
+    """Returns in words how a process ended. `code` is negative for a signal, as in `multiprocessing`."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

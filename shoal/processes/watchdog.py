@@ -1,4 +1,4 @@
-"""A run that hangs ends, and says which rank the others waited for and what it was doing."""
+"""Ends a run that hangs, and reports which ranks the others waited for and what those were doing."""
 
 from __future__ import annotations
 
@@ -22,51 +22,52 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from shoal.processes.board import HUNG, store_of
-from shoal.processes.group import LOST_PEERS
+from shoal.processes.board import HANG_REPORT, board_section
+from shoal.processes.group import LOST_PEERS_EXIT_CODE
 from shoal.processes.world import World
 
-SHOWN = 8
-"""Innermost frames of a thread, and ranks one by one, that a message shows; the logs have all of them."""
+MAX_SHOWN = 8
+"""The number of innermost frames of a thread, and of ranks, that a message shows; the logs have all of them."""
 
 Frame = tuple[str, int, str]
-"""File, line, function."""
+"""The file, line and function of a stack frame."""
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """What one rank was doing when it last told."""
+class RankStatus:
+    """What a rank was doing when it last posted its status."""
 
     rank: int
     machine: str
-    """Where the process number means this process; it begins with the host's name."""
+    """The machine on which `pid` is valid, as `machine_id` gives it."""
     pid: int
-    marks: int
-    """How many places the loop has told of. They are the same ones on all ranks, so more is further."""
-    place: str
+    progress: int
+    """The number of calls of `Watchdog.at`. All ranks make the same calls, so a lower number is behind."""
+    activity: str
     """The step and its phase."""
-    still_seconds: float
-    """For how long it has not moved."""
-    clock: str
+    unchanged_seconds: float
+    """For how long neither its activity nor its stack has changed."""
+    time_of_day: str
     frames: Sequence[str] = ()
-    """Of the thread that trains, innermost last."""
+    """The stack of the training thread, innermost frame last."""
     collective: str = ""
-    """What it waits for others in, as far as Python can see."""
+    """The collective in which it waits for other ranks, as far as Python can see; empty if in none."""
 
     def __str__(self) -> str:
         inside = f", in {self.collective}" if self.collective else ""
-        return f"{self.place}{inside}, for {self.still_seconds:.0f} s"
+        return f"{self.activity}{inside}, for {self.unchanged_seconds:.0f} s"
 
 
 class Watchdog:
-    """The loop tells where it is by `at`; a thread tells the others, and notices when this rank no longer moves.
+    """Watches the training loop from a thread of its own, and ends the run if a rank makes no progress.
 
-    A rank that has not moved for `timeout_seconds` (`init_timeout_seconds` until all have taken their first step)
-    waits for another, or is waited for. It calls all of them to say where they are, one reports who did not arrive,
-    and all leave. A rank that has no others only warns.
+    The loop calls `at` at every phase; the thread posts the status of this rank on the board. If neither phase nor
+    stack changes for `timeout_seconds` (`init_timeout_seconds` until all ranks have taken their first step), this rank
+    hangs or waits for one that does. It then asks all ranks for their status, one rank reports which of them did not
+    arrive, and all processes exit. In a run of one process the watchdog only warns.
 
-    The thread has a connection of its own to the board, touches no device and takes part in no collective; where the
-    board is gone it stays silent, and torch's own timeouts remain.
+    The thread uses no device and takes part in no collective. If the board is gone it does nothing, and torch's own
+    timeouts remain.
     """
 
     def __init__(
@@ -77,229 +78,238 @@ class Watchdog:
         log: Path | None = None,
         terminal: int = 2,
     ):
-        """`terminal` is the file descriptor that messages to the user are written to."""
+        """Messages to the user go to the file descriptor `terminal`, stacks of all threads to the file `log`."""
         self.world, self.log, self.terminal = world, log, terminal
         self.timeout_seconds, self.init_timeout_seconds = timeout_seconds, init_timeout_seconds
-        self.tick_seconds = min(1.0, timeout_seconds / 20, init_timeout_seconds / 20)
-        self.grace_seconds = 1 + 3 * self.tick_seconds
+        self.poll_seconds = min(1.0, timeout_seconds / 20, init_timeout_seconds / 20)
+        self.answer_seconds = 1 + 3 * self.poll_seconds
         self.started = False
-        """Set by the loop when the first step is taken."""
-        self._place = (0, 0, "joining the others")
+        """Set to True by the loop after its first step."""
+        self._position = (0, 0, "joining the others")
         self._all_started = world.size == 1
-        self._still_seconds = 0.0
-        self._seen: object = None
+        self._unchanged_seconds = 0.0
+        self._observed: object = None
         self._ended = threading.Event()
         watch = self._watch_alone if world.size == 1 else self._watch_with_others
         self._thread = threading.Thread(target=watch, name="shoal-watchdog", daemon=True)
 
     def at(self, phase: str, step: int) -> None:
-        """Called several times per step, so it does nothing but this."""
-        self._place = (self._place[0] + 1, step, phase)
+        """Notes that the loop enters a phase of a step. It runs several times per step, so it must stay cheap."""
+        self._position = (self._position[0] + 1, step, phase)
 
     def __enter__(self) -> Watchdog:
-        self._watched_thread = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        self._thread.join(10)  # no longer: it may just be asking a board that is gone
+        self._thread.join(10)  # not forever, because it may be waiting for a board that is gone
 
-    # In the thread
+    # What the watching thread runs
 
     def _watch_alone(self) -> None:
-        warned_of = None
-        while place := self._next_place():
-            if self._still_seconds >= self.limit_seconds() and place != warned_of:
-                here, warned_of = self._sighting(), place
+        warned_about = None
+        while observed := self._observe():
+            if self._unchanged_seconds >= self.limit_seconds() and observed != warned_about:
+                status, warned_about = self._status(), observed
                 with suppress(OSError):
-                    text = [f"shoal: warning: nothing moves: {here}", *here.frames]
+                    text = [f"shoal: warning: no progress: {status}", *status.frames]
                     os.write(self.terminal, "\n  ".join(text).encode() + b"\n")
 
     def _watch_with_others(self) -> None:
         log_path = self.log or Path(os.devnull)
-        # Whatever becomes of the board, this is never the cause of a failure.
-        with suppress(dist.DistError, OSError), log_path.open("a") as log, ExitStack() as dumps:
-            dumps.callback(faulthandler.cancel_dump_traceback_later)
-            self._board = store_of(self.world, "watchdog").clone()  # for no two threads can share a connection
-            self._board.set_timeout(timedelta(seconds=10 + self.grace_seconds))
-            while self._next_place():
-                # Should this thread itself be kept from running, the stacks are written without Python's help.
+        # A board that fails must not make the watchdog the cause of a failure.
+        with suppress(dist.DistError, OSError), log_path.open("a") as log, ExitStack() as at_exit:
+            at_exit.callback(faulthandler.cancel_dump_traceback_later)
+            self._board = board_section(self.world, "watchdog").clone()  # a connection is used by one thread only
+            self._board.set_timeout(timedelta(seconds=10 + self.answer_seconds))
+            while self._observe():
+                # If another thread holds the GIL, this one cannot run; faulthandler then writes the stacks from C.
                 limit_seconds = self.limit_seconds()
                 faulthandler.dump_traceback_later(limit_seconds, file=log)
-                self._tell("rank")
-                if self._still_seconds >= limit_seconds or self._board.check(["hang"]):
-                    self._end_hang(log, limit_seconds)
+                self._post_status("status")
+                if self._unchanged_seconds >= limit_seconds or self._board.check(["hang"]):
+                    self._end_after_hang(log, limit_seconds)
 
-    def _next_place(self) -> object:
-        """After a tick: what the loop told last, and its frames. None when it is over."""
-        if self._ended.wait(self.tick_seconds):
+    def _observe(self) -> object:
+        """Waits `poll_seconds` and returns position and stack of the loop; None once the loop has ended."""
+        if self._ended.wait(self.poll_seconds):
             return None
-        before, self._seen = self._seen, (self._place, self._frames())
-        # In ticks and not by the clock: a machine that slept, or a run that was suspended by Ctrl-Z, does not hang.
-        self._still_seconds = self._still_seconds + self.tick_seconds if self._seen == before else 0.0
-        return self._seen
+        before, self._observed = self._observed, (self._position, self._frames())
+        # Polls are counted instead of reading a clock: a laptop that slept, or Ctrl-Z, must not look like a hang.
+        self._unchanged_seconds = self._unchanged_seconds + self.poll_seconds if self._observed == before else 0.0
+        return self._observed
 
     def limit_seconds(self) -> float:
-        """The short one when all ranks are through their first step: until then the slowest may still compile."""
+        """Returns the timeout in force. The first step may compile, so it has another one, until all have taken it."""
         if self.started and not self._all_started:
             self._board.set(f"started {self.world.rank}", "")
             self._all_started = self._board.check([f"started {rank}" for rank in range(self.world.size)])
         return self.timeout_seconds if self.started and self._all_started else self.init_timeout_seconds
 
     def _frames(self) -> list[Frame]:
-        """Of the thread that trains, outermost first; while that waits for another to end, such as a writer, of both.
+        """Returns the stack of the training thread, outermost frame first.
 
-        No lines of source are looked up: files may be what hangs.
+        If that thread waits for another one to end, such as one that writes a checkpoint, the stack of the other one
+        follows. Lines of source are not looked up, because a file system may be what hangs.
         """
         threads = sys._current_frames()
-        # Its own frame holds all of them: a circle, in which the loop's tensors would stay until garbage is collected.
+        # This function's own frame refers to `threads`: a reference cycle that would keep the loop's tensors alive.
         del threads[threading.get_ident()]
-        stack = _stack(threads.get(self._watched_thread))
-        joined = [frame.f_locals["self"].ident for frame in stack if frame.f_code is threading.Thread.join.__code__]
-        stack = [*stack, *_stack(threads.get(joined[0]) if joined else None)]
+        stack = _stack(threads.get(self._training_thread))
+        joined_threads = [
+            frame.f_locals["self"].ident for frame in stack if frame.f_code is threading.Thread.join.__code__
+        ]
+        stack = [*stack, *_stack(threads.get(joined_threads[0]) if joined_threads else None)]
         return [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in stack]
 
-    def _sighting(self) -> Sighting:
-        marks, step, phase = self._place
+    def _status(self) -> RankStatus:
+        progress, step, phase = self._position
         frames = self._frames()
-        return Sighting(
+        return RankStatus(
             rank=self.world.rank,
-            machine=this_machine(),
+            machine=machine_id(),
             pid=os.getpid(),
-            marks=marks,
-            place=f"step {step}, {phase}",
-            still_seconds=self._still_seconds,
-            clock=time.strftime("%H:%M:%S"),
-            frames=[f"{_short(file)}:{line} in {function}" for file, line, function in frames[-SHOWN:]],
+            progress=progress,
+            activity=f"step {step}, {phase}",
+            unchanged_seconds=self._unchanged_seconds,
+            time_of_day=time.strftime("%H:%M:%S"),
+            frames=[f"{_importable_path(file)}:{line} in {function}" for file, line, function in frames[-MAX_SHOWN:]],
             collective=collective_of(frames),
         )
 
-    def _tell(self, kind: str) -> None:
-        """Leaves word on the board: as the `rank` this is, or `stuck` after it was called."""
-        self._board.set(f"{kind} {self.world.rank}", json.dumps(asdict(self._sighting())))
+    def _post_status(self, kind: str) -> None:
+        """Posts what this rank does on the board: as its `status`, or as its `answer` once a hang was noticed."""
+        self._board.set(f"{kind} of rank {self.world.rank}", json.dumps(asdict(self._status())))
 
-    def _sightings(self, kind: str) -> dict[int, Sighting]:
-        """What ranks left on the board by `_tell`."""
-        ranks = [rank for rank in range(self.world.size) if self._board.check([f"{kind} {rank}"])]
-        return {rank: Sighting(**json.loads(self._board.get(f"{kind} {rank}"))) for rank in ranks}
+    def _statuses(self, kind: str) -> dict[int, RankStatus]:
+        """Returns what ranks have posted with `_post_status`, by rank."""
+        ranks = [rank for rank in range(self.world.size) if self._board.check([f"{kind} of rank {rank}"])]
+        return {rank: RankStatus(**json.loads(self._board.get(f"{kind} of rank {rank}"))) for rank in ranks}
 
-    def _end_hang(self, log: TextIO, limit_seconds: float) -> None:
-        """Leaves word of where this rank is; whoever comes first reports. Does not return."""
+    def _end_after_hang(self, log: TextIO, limit_seconds: float) -> None:
+        """Posts the status of this rank, kills silent processes and exits. The rank that is first reports the hang."""
         try:
-            comes_first = self._board.add("hang", 1) == 1
-            self._tell("stuck")
+            is_first = self._board.add("hang", 1) == 1
+            self._post_status("answer")
             print(f"shoal: the run hangs; all threads of rank {self.world.rank}:", file=log, flush=True)
             faulthandler.dump_traceback(file=log)
-            if comes_first:
+            if is_first:
                 self._report(limit_seconds)
-            kill_here(json.loads(self._board.get("silent")))
-            time.sleep(2 * self.tick_seconds)  # the board may be this process's, and the others look there
+            kill_local_processes(json.loads(self._board.get("silent")))
+            time.sleep(2 * self.poll_seconds)  # this process may keep the board, and other ranks still read it
         finally:
-            os._exit(LOST_PEERS)
+            os._exit(LOST_PEERS_EXIT_CODE)
 
     def _report(self, limit_seconds: float) -> None:
-        time.sleep(self.grace_seconds)  # in which all that still can answer do
-        answers = self._sightings("stuck")
-        last_seen = self._sightings("rank") | answers
-        missing = not_arrived(answers, self.world.size)
+        time.sleep(self.answer_seconds)  # until all ranks that still can have answered
+        answers = self._statuses("answer")
+        last_statuses = self._statuses("status") | answers
+        missing = find_missing_ranks(answers, self.world.size)
         key = "timeout" if limit_seconds == self.timeout_seconds else "init_timeout"
-        text = describe(missing, answers, last_seen, f"distributed.{key} = {limit_seconds:g} s")
-        where = f"  the stacks of all threads are in {self.log.parent}/rank_<n>.log\n" if self.log else ""
-        os.write(self.terminal, f"shoal: {text}{where}".encode())
-        silent = [(seen.machine, seen.pid) for rank, seen in last_seen.items() if rank not in answers]
-        word = json.dumps({"who": _ranks(missing) if missing else "the run", "silent": silent})
-        self._board.underlying_store.set(HUNG.format(self.world.attempt_name), word)
+        text = describe_hang(missing, answers, last_statuses, f"distributed.{key} = {limit_seconds:g} s")
+        log_line = f"  the stacks of all threads are in {self.log.parent}/rank_<n>.log\n" if self.log else ""
+        os.write(self.terminal, f"shoal: {text}{log_line}".encode())
+        silent = [(status.machine, status.pid) for rank, status in last_statuses.items() if rank not in answers]
+        hang_report = json.dumps({"who": _format_ranks(missing) if missing else "the run", "silent": silent})
+        self._board.underlying_store.set(HANG_REPORT.format(self.world.attempt_name), hang_report)
         self._board.set("silent", json.dumps(silent))
 
 
 def group_timeout_seconds(timeout_seconds: float, init_timeout_seconds: float) -> float:
     """Returns the timeout for torch's process groups in a run with a watchdog.
 
-    It is a minute longer than the watchdog's own: torch would end the run without saying who was waited for.
+    It is a minute longer than the watchdog's, because torch would end the run without naming the missing rank.
     """
     return max(timeout_seconds, init_timeout_seconds) + 60
 
 
-def this_machine() -> str:
-    """Containers may share a name and still number their processes each for itself."""
+def machine_id() -> str:
+    """Returns the host name and, on Linux, the namespace of process ids.
+
+    Containers may have the same host name and still count their processes separately.
+    """
     with suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     return socket.gethostname()
 
 
-def kill_here(silent: Sequence[tuple[str, int]]) -> None:
-    """Ends those of (machine, process) that are here: launchers ask first, which a stopped process does not hear."""
-    for machine, pid in silent:
-        if machine == this_machine():
+def kill_local_processes(processes: Sequence[tuple[str, int]]) -> None:
+    """Kills those of the (machine, process id) pairs that are on this machine.
+
+    Launchers send SIGTERM first, which a stopped process does not handle.
+    """
+    for machine, pid in processes:
+        if machine == machine_id():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
-    return [below for below, _ in walk_stack(frame)][::-1] if frame else []
+    """Returns the frame and its callers, outermost first."""
+    return [caller for caller, _ in walk_stack(frame)][::-1] if frame else []
 
 
 def collective_of(frames: Sequence[Frame]) -> str:
-    """What a thread with these frames waits for others in; empty if it is elsewhere.
+    """Returns the collective that a thread with this stack waits in; empty if it is elsewhere.
 
-    Inside of a backward Python cannot see whether DDP waits there.
+    It is `backward` for all of a backward, because Python cannot see whether DDP waits inside of it.
     """
     for file, _, function in reversed(frames):
-        place = file.replace(os.sep, "/")
-        if place.endswith("torch/autograd/graph.py"):
+        path = file.replace(os.sep, "/")
+        if path.endswith("torch/autograd/graph.py"):
             return "backward"
-        is_collective = "/torch/distributed/" in place
-        if is_collective and function != "wrapper":
+        in_torch_distributed = "/torch/distributed/" in path
+        if in_torch_distributed and function != "wrapper":
             return function
-        if not is_collective and not place.endswith("torch/_ops.py"):
+        if not in_torch_distributed and not path.endswith("torch/_ops.py"):
             break
     return ""
 
 
-def not_arrived(answers: Mapping[int, Sighting], size: int) -> list[int]:
-    """The ranks that the others wait for. None if nobody can be told from the others."""
+def find_missing_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int]:
+    """Returns the ranks that the others wait for; an empty list if no rank differs from the others."""
     if silent := [rank for rank in range(size) if rank not in answers]:
         return silent
-    furthest = max(answer.marks for answer in answers.values())
-    behind = [rank for rank in answers if answers[rank].marks < furthest]
-    busy = [rank for rank in answers if not answers[rank].collective]
-    # On GPUs ranks wait for the device, wherever that is read, and not in a collective.
-    return [rank for rank in behind if rank in busy] or behind or (busy if len(busy) < size else [])
+    furthest = max(answer.progress for answer in answers.values())
+    behind = [rank for rank in answers if answers[rank].progress < furthest]
+    active = [rank for rank in answers if not answers[rank].collective]
+    # With GPUs, ranks wait where they read from the device and not in a collective, so both conditions may be needed.
+    return [rank for rank in behind if rank in active] or behind or (active if len(active) < size else [])
 
 
-def describe(
-    missing: Sequence[int], answers: Mapping[int, Sighting], last_seen: Mapping[int, Sighting], limit: str
+def describe_hang(
+    missing: Sequence[int], answers: Mapping[int, RankStatus], last_statuses: Mapping[int, RankStatus], limit: str
 ) -> str:
-    """Those that did not arrive one by one; of the others, those that wait in the same place together."""
-    nobody = f"nothing moved within {limit}, and no rank is behind the others"
-    lines = [
-        f"the run hangs: {_ranks(missing)} did not arrive within {limit}" if missing else f"the run hangs: {nobody}"
-    ]
-    together: dict[tuple[str, ...], list[int]] = {}
+    """Returns the message of a hang: first each missing rank, then the others, grouped by what they do."""
+    nobody_missing = f"no progress within {limit}, and no rank is behind the others"
+    summary = f"{_format_ranks(missing)} did not arrive within {limit}" if missing else nobody_missing
+    lines = [f"the run hangs: {summary}"]
+    waiting: dict[tuple[str, ...], list[int]] = {}
     for rank in [rank for rank in answers if rank not in missing]:
-        together.setdefault((answers[rank].place, *answers[rank].frames), []).append(rank)
-    for ranks in [*([rank] for rank in missing[:SHOWN]), *[*together.values()][:SHOWN]]:
-        seen = last_seen.get(ranks[0])
-        if seen is None:
-            lines.append(f"  rank {ranks[0]} has not even come")
+        waiting.setdefault((answers[rank].activity, *answers[rank].frames), []).append(rank)
+    for ranks in [*([rank] for rank in missing[:MAX_SHOWN]), *[*waiting.values()][:MAX_SHOWN]]:
+        status = last_statuses.get(ranks[0])
+        if status is None:
+            lines.append(f"  rank {ranks[0]} has not reported since the start")
             continue
-        process = f" ({seen.machine.split()[0]}, process {seen.pid})" if len(ranks) == 1 else ""
-        silent = "" if ranks[0] in answers else f"silent since {seen.clock}, when it was in "
-        lines += [f"  {_ranks(ranks)}{process}: {silent}{seen}", *(f"    {frame}" for frame in seen.frames)]
+        process = f" ({status.machine.split()[0]}, process {status.pid})" if len(ranks) == 1 else ""
+        silent = "" if ranks[0] in answers else f"silent since {status.time_of_day}, last seen in "
+        lines += [f"  {_format_ranks(ranks)}{process}: {silent}{status}", *(f"    {frame}" for frame in status.frames)]
     return "\n".join(lines) + "\n"
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 0, 2-7`."""
-    # Ranks that follow each other are as far from their places in the list.
-    by_distance = groupby(enumerate(sorted(ranks)), lambda place: place[1] - place[0])
-    spans = [[rank for _, rank in span] for _, span in by_distance]
-    said = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {said}"
+def _format_ranks(ranks: Collection[int]) -> str:
+    """Returns ranks in words, such as `rank 3` or `ranks 0, 2-7`."""
+    # Within a span of consecutive ranks, the difference between rank and index is constant.
+    by_difference = groupby(enumerate(sorted(ranks)), lambda indexed: indexed[1] - indexed[0])
+    spans = [[rank for _, rank in span] for _, span in by_difference]
+    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _short(file: str) -> str:
-    """A path as one would import it."""
+def _importable_path(file: str) -> str:
+    """Returns the path of a file relative to the folder that it is imported from."""
     folder = max((path for path in sys.path if path and file.startswith(path + os.sep)), key=len, default=file)
     return file.removeprefix(folder + os.sep)

@@ -1,4 +1,4 @@
-"""The place of this process among all processes of a run."""
+"""Which of the processes of a run this one is."""
 
 from __future__ import annotations
 
@@ -6,59 +6,63 @@ from dataclasses import dataclass
 from typing import Literal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Addresses at which a machine reaches itself alone."""
+"""The addresses that only processes of the same machine can reach."""
 
 
 @dataclass(frozen=True)
 class World:
     """Which of the processes of a run this one is, and where they meet. `World()` is a run of one process.
 
-    `shoal.processes.detect` finds it once, at the start; whoever needs it is handed it.
+    `shoal.processes.detect` finds it once, at the start, and it is passed to all code that needs it.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """The number of this process among those of its machine."""
+    """The rank of this process among those of its machine."""
     local_size: int = 1
     """The number of processes on this machine."""
     address: str = ""
-    """Host name or IP address of the machine that keeps the board (see `shoal.processes.board`)."""
+    """The host name or IP address of the machine that has the board (see `shoal.processes.board`)."""
     port: int = 0
     launcher_keeps_board: bool = False
-    """True if the launcher has opened the board, so that rank 0 must not."""
+    """True if the launcher has opened the board, so rank 0 must not open it."""
     job: str = ""
-    """A name that stays the same when a launcher starts the run again; empty if no launcher would."""
+    """A name that stays the same when a launcher restarts the run; empty if no launcher would."""
     run_id: str = ""
-    """The launcher's name for this start of the run. All ranks have the same one."""
+    """The launcher's name for this start of the run, equal on all ranks."""
     attempt: tuple[int, int, int] = (0, 0, 0)
-    """How often the run was started again: by SLURM, by shoal's launcher, by torchrun."""
+    """How often the run was restarted by SLURM, by shoal's launcher and by torchrun."""
     launcher_pid: int | None = None
-    """The process id of shoal's launcher, if that started this process."""
+    """The process id of shoal's launcher, or None if another launcher started this process."""
     group: Literal["to make", "made", "imagined"] = "to make"
-    """The default process group: `made` by somebody else, or `imagined` by a planner on torch's fake backend."""
+    """The state of the default process group.
+
+    `to make`: shoal will make it. `made`: somebody else has. `imagined`: a planner made it with torch's fake backend,
+    and the other ranks do not exist.
+    """
     found_by: str = "this process alone"
-    """What the world was found from, for reports."""
+    """Where the values come from, for reports."""
 
     @property
     def node(self) -> int:
-        """The number of this machine."""
+        """The index of this machine among the machines of the run."""
         return self.rank // self.local_size
 
     @property
     def on_one_machine(self) -> bool:
         """True if no other machine takes part.
 
-        Both conditions are needed: some clusters tell the first of several machines that it is itself `localhost`.
+        Both conditions are needed: on some clusters the first of several machines gets `localhost` as address.
         """
         return self.size == self.local_size and self.address in LOOPBACK
 
     @property
     def was_restarted(self) -> bool:
-        """True if a launcher started this process because an earlier attempt of the same job had ended."""
+        """True if a launcher restarted this run after an earlier attempt had ended."""
         return any(self.attempt)
 
     @property
     def attempt_name(self) -> str:
-        """A name that all ranks of this attempt share, and no other attempt has."""
+        """A name that is equal on all ranks of an attempt and different for every attempt."""
         return f"{self.run_id}, start {self.attempt[-1]}"

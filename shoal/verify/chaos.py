@@ -23,7 +23,7 @@ from shoal.checkpoint import Checkpoint, find_latest_checkpoint
 from shoal.checkpoint.inspect import diff, open_step_folder
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.processes.detect import rank_in
+from shoal.processes.detect import rank_from_launcher
 
 _POLL_SECONDS = 0.005
 _DELAYS = {"in a step": 0.3, "in a save": 0.02, "in an evaluation": 0.1}
@@ -208,7 +208,7 @@ def _workers(launcher: int) -> list[tuple[int, str]]:
             variables = (folder / "environ").read_text().split("\0") if parent == launcher else []
         except (OSError, ValueError, IndexError):  # the process has just ended
             continue
-        rank = rank_in(dict(variable.split("=", 1) for variable in variables if "=" in variable))
+        rank = rank_from_launcher(dict(variable.split("=", 1) for variable in variables if "=" in variable))
         if rank is not None:
             found.append((int(folder.name), f"rank {rank}"))
     return found

@@ -1,4 +1,4 @@
-"""A run of several processes in the background, of which nothing is left behind, whatever a test does."""
+"""Starts a run of several processes in the background, and kills all of them at the end of a test."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 class Launched:
-    """`Launched(toy, *command)`, or `Launched(toy, "key=value", …)` for `shoal train run.yaml key=value …`."""
+    """A command that runs in the folder of a toy run: `Launched(toy, *command)`.
+
+    `Launched(toy, "key=value", …)` is short for the command `shoal train run.yaml key=value …`.
+    """
 
     def __init__(self, toy: ToyRun, *command: str, **environment: str):
-        self.mark = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
-        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        name, value = self.mark.split("=")
+        self.marker = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
+        environment_without_rank = {
+            key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        name, value = self.marker.split("=")
         self.process = subprocess.Popen(
             command if command[0] == sys.executable else (*SHOAL, *command),
             cwd=toy.folder,
-            env={**clean, name: value, **environment},
+            env={**environment_without_rank, name: value, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a signal to its group is not one to pytest
+            start_new_session=True,  # so that a signal to its process group does not reach pytest
         )
         self.out = self.err = ""
 
@@ -54,28 +59,28 @@ class Launched:
         return self.process.returncode
 
     def alive(self) -> list[int]:
-        """All that is left of it: a mark in the environment is inherited, whatever becomes of the parents."""
-        return [pid for pid, environment in _environments() if self.mark in environment]
+        """Returns all processes of the command: they inherit the marker in the environment, also from dead parents."""
+        return [pid for pid, environment in _environments() if self.marker in environment]
 
     def ranks(self) -> dict[int, int]:
-        """rank → process id."""
+        """Returns the process id of every rank."""
         found = {}
         for pid, environment in _environments():
             rank = next((entry[5:] for entry in environment if entry.startswith("RANK=")), None)
-            if rank is not None and self.mark in environment and _parent(pid) == self.process.pid:
+            if rank is not None and self.marker in environment and _parent(pid) == self.process.pid:
                 found[int(rank)] = pid
         return found
 
-    def until(self, happened: Callable[[], object]) -> None:
+    def until(self, condition: Callable[[], object]) -> None:
         """Waits until the condition is true, or the run has ended, which is an error."""
         end = time.monotonic() + PATIENCE_SECONDS
-        while not happened():
+        while not condition():
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
-            assert time.monotonic() < end, "it did not happen"
+            assert time.monotonic() < end, "the condition did not come true in time"
             time.sleep(0.01)
 
     def nothing_left(self) -> bool:
-        """Whether all of its processes come to their end."""
+        """Waits for all processes of the command to end, and returns whether they did."""
         end = time.monotonic() + PATIENCE_SECONDS
         while self.alive() and time.monotonic() < end:
             time.sleep(0.05)
@@ -83,20 +88,22 @@ class Launched:
 
 
 def _environments() -> Iterator[tuple[int, list[str]]]:
+    """Yields the process id and the environment of every process."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 yield int(folder.name), (folder / "environ").read_bytes().decode(errors="replace").split("\0")
 
 
 def _parent(pid: int) -> int:
+    """Returns the parent of a process, or 0 if the process has ended."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
 
 
 def listening_addresses(pids: list[int]) -> set[str]:
-    """The local addresses, as the kernel writes them in hexadecimal, on which processes accept connections."""
+    """Returns the local addresses on which processes accept connections, in hexadecimal as the kernel writes them."""
     sockets = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -107,13 +114,14 @@ def listening_addresses(pids: list[int]) -> set[str]:
 
 
 def free_port() -> int:
+    """Returns a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def tensors(output: Path, step: int) -> dict[str, bytes]:
-    """Model and optimizer of a checkpoint, whichever files they are in."""
+    """Returns the tensors of model and optimizer in a checkpoint, whichever files they are in."""
     folder = output / "checkpoints" / f"step_{step:08d}"
     return {
         f"{file.name.split('-')[0].split('.')[0]}/{name}": tensor.numpy().tobytes()
@@ -123,4 +131,5 @@ def tensors(output: Path, step: int) -> dict[str, bytes]:
 
 
 def saved(toy: ToyRun, step: int) -> Callable[[], bool]:
+    """Returns a condition that is true once the checkpoint of a step exists."""
     return (toy.output / "checkpoints" / f"step_{step:08d}").exists

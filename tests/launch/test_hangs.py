@@ -1,4 +1,4 @@
-"""Ranks that stop moving: the run says which and where, within the timeout, and goes on."""
+"""Ranks that hang: within the timeout the run reports which and where, and is restarted."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from test_interrupted import undisturbed
 
 TWO = "launch.procs_per_node=2"
 SHORT = "distributed.timeout=6"
-AGAIN = "shoal: rank 1 hung; starting again, from the last checkpoint if there is one (1 of 3)\n"
-ONCE = "launch.max_restarts=0"
+RESTARTED = "shoal: rank 1 hung; starting again, from the last checkpoint if there is one (1 of 3)\n"
+NO_RESTART = "launch.max_restarts=0"
 
-# Once, in the first attempt of shoal's launcher or of torchrun, on rank 1, when the run is under way.
+# Sleeps once: in the first attempt of shoal's launcher or of torchrun, on rank 1, at the given call.
 HANG = '''
 import ctypes, os, signal, time
 from shoal.processes.watchdog import Watchdog
 
-looks, limit_seconds = [], Watchdog.limit_seconds
+started_flags, limit_seconds = [], Watchdog.limit_seconds
 
-def look(watchdog):
-    looks.append(watchdog.started)
+def note_started(watchdog):
+    started_flags.append(watchdog.started)
     return limit_seconds(watchdog)
 
-Watchdog.limit_seconds = look
+Watchdog.limit_seconds = note_started
 
 def wait_until_all_know_that_this_rank_has_started():
-    """Before, the timeout is the longer one. The last look may not be through yet."""
-    while not any(looks[:-1]):
+    """Before, the longer timeout is in force. The last call may not have returned yet."""
+    while not any(started_flags[:-1]):
         time.sleep(0.01)
 
 SHOALS_ATTEMPT = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("attempt ")
 IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and SHOALS_ATTEMPT not in ("1", "2", "3")
 
-def hold_pythons_lock(seconds):
+def hold_the_gil(seconds):
     wait_until_all_know_that_this_rank_has_started()
     ctypes.PyDLL(None).sleep(seconds)
 
@@ -51,11 +51,11 @@ def hang_once(calls=[]):
     if os.environ.get("RANK") == "1" and IS_FIRST and len(calls) == {calls}:
         {sleep}({seconds})
 '''
-SAMPLE, CALLS = 'return {"x"', 21  # the first of step 6: a rank takes four samples a step
+SAMPLE, CALLS = 'return {"x"', 21  # the first sample of step 6: a rank takes four samples per step
 
 
 def hang(toy: ToyRun, before: str, calls: int, seconds: float = 1000, sleep: str = "time.sleep") -> None:
-    """Makes the user's recipe sleep right before a line of it."""
+    """Makes the recipe sleep right before one of its lines."""
     path = toy.folder / "toy_recipe.py"
     text = path.read_text()
     assert before in text
@@ -63,8 +63,8 @@ def hang(toy: ToyRun, before: str, calls: int, seconds: float = 1000, sleep: str
     path.write_text(sleeper + text.replace(before, f"hang_once(); {before}"))
 
 
-def message(run: Launched, last: str = "shoal: rank 1 hung; giving up after 0 restarts\n") -> str:
-    """The one message of a hang, which is followed by the launcher's line."""
+def hang_message(run: Launched, last: str = "shoal: rank 1 hung; giving up after 0 restarts\n") -> str:
+    """Returns the message of a hang, which must be the only one, followed by one line of the launcher."""
     text, _, rest = run.err.partition(last)
     assert text != run.err, run.err
     assert rest == ""
@@ -80,10 +80,10 @@ def test_a_stopped_rank(toy: ToyRun, pool2: Any) -> None:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
     stopped = (toy.folder / "stopped").read_text()
-    told = message(run, AGAIN)
-    assert re.search(rf"rank 1 \(.+, process {stopped}\): silent since \d\d:\d\d:\d\d, when it was in step \d+, ", told)
+    text = hang_message(run, RESTARTED)
+    assert re.search(rf"rank 1 \(.+, process {stopped}\): silent since \d\d:\d\d:\d\d, last seen in step \d+, ", text)
     # Which frames of the waiting rank are the innermost depends on how far it got.
-    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .+, in \w+, for \d+ s\n(    \S+\.py:\d+ in \S+\n)+", told)
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .+, in \w+, for \d+ s\n(    \S+\.py:\d+ in \S+\n)+", text)
     assert "all threads of rank 0:\n" in (toy.output / "logs" / "rank_0.log").read_text()
     assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
 
@@ -97,66 +97,66 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*CASES])
 def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
-    before, calls, place = CASES[where]
+    before, calls, activity = CASES[where]
     hang(toy, before, calls)
-    with Launched(toy, TWO, SHORT, ONCE) as run:
+    with Launched(toy, TWO, SHORT, NO_RESTART) as run:
         assert run.wait() == 1, run.err
         assert run.nothing_left()
-    told = message(run)
+    text = hang_message(run)
     assert re.search(
-        rf"rank 1 \(.+, process \d+\): {place}, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+        rf"rank 1 \(.+, process \d+\): {activity}, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", text
     )
-    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .*, in \w+, for \d+ s\n", told)
+    assert re.search(r"rank 0 \(.+, process \d+\): step \d+, .*, in \w+, for \d+ s\n", text)
     assert "all threads of rank 1:\n" in (toy.output / "logs" / "rank_1.log").read_text()
     assert "in hang_once" in (toy.output / "logs" / "rank_1.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
-    """A file system that does not answer."""
+    """As if a file system did not answer."""
     path = toy.folder / "toy_recipe.py"
     slow_disk = "\nfrom shoal.checkpoint import pieces\nflush = pieces.fsync\n"
     slow_disk += "def fsync(file):\n    hang_once()\n    flush(file)\npieces.fsync = fsync\n"
     path.write_text(HANG.format(calls=3, seconds=1000, sleep="time.sleep") + slow_disk + path.read_text())
-    with Launched(toy, TWO, SHORT, ONCE) as run:
+    with Launched(toy, TWO, SHORT, NO_RESTART) as run:
         assert run.wait() == 1, run.err
         assert run.nothing_left()
-    told = message(run)
+    text = hang_message(run)
     assert re.search(
-        r"rank 1 \(.+\): step \d+, saving, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", told
+        r"rank 1 \(.+\): step \d+, saving, for \d+ s\n(    .*\n)*    \S*toy_recipe\.py:\d+ in hang_once\n", text
     )
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_pythons_lock(toy: ToyRun) -> None:
-    """Its watchdog cannot run either, and yet its stacks are written."""
-    hang(toy, 'return {"input"', 12, sleep="hold_pythons_lock")
-    with Launched(toy, TWO, SHORT, ONCE) as run:
+def test_a_rank_that_holds_the_gil(toy: ToyRun) -> None:
+    """Its watchdog cannot run, and its stacks are written nevertheless."""
+    hang(toy, 'return {"input"', 12, sleep="hold_the_gil")
+    with Launched(toy, TWO, SHORT, NO_RESTART) as run:
         assert run.wait() == 1, run.err
         assert run.nothing_left()
-    assert re.search(r"rank 1 \(.+, process \d+\): silent since", message(run))
+    assert re.search(r"rank 1 \(.+, process \d+\): silent since", hang_message(run))
     log = (toy.output / "logs" / "rank_1.log").read_text()
     assert "Timeout (0:00:06)!" in log
     assert "in hang_once" in log
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_silent_as_a_whole(toy: ToyRun) -> None:
-    """Nobody there can end its one process but the launcher: rank 0 is made to believe that it is elsewhere."""
+def test_a_machine_on_which_all_ranks_are_silent(toy: ToyRun) -> None:
+    """Only the launcher can kill the one process of that machine. Rank 0 is made to look like another machine."""
     hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     path = toy.folder / "toy_recipe.py"
-    elsewhere = "import os\nimport shoal.processes.watchdog as w\nif os.environ.get('RANK') == '0':\n"
-    path.write_text(f"{elsewhere}    w.this_machine = lambda: 'elsewhere'\n{path.read_text()}")
+    other_machine = "import os\nimport shoal.processes.watchdog as w\nif os.environ.get('RANK') == '0':\n"
+    path.write_text(f"{other_machine}    w.machine_id = lambda: 'elsewhere'\n{path.read_text()}")
     options = ("launch.nodes=2", "launch.procs_per_node=1", SHORT)
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        Launched(toy, *options, **meet, NODE_RANK="0") as one,
-        Launched(toy, *options, **meet, NODE_RANK="1") as other,
+        Launched(toy, *options, **address, NODE_RANK="0") as one,
+        Launched(toy, *options, **address, NODE_RANK="1") as other,
     ):
         assert one.wait() == 0, one.err
         assert other.wait() == 0, other.err
-    assert message(one, AGAIN)
-    assert other.err == AGAIN
+    assert hang_message(one, RESTARTED)
+    assert other.err == RESTARTED
 
 
 @pytest.mark.slow
@@ -189,17 +189,19 @@ def test_a_hang_while_starting(toy: ToyRun) -> None:
         assert run.wait() == 0, run.err
     assert "rank 1 did not arrive within distributed.init_timeout = 10 s" in run.err
     assert re.search(r"rank 1 \(.+\): step 0, building the model, for \d+ s", run.err)
-    assert run.err.endswith(AGAIN)
+    assert run.err.endswith(RESTARTED)
 
 
-def test_a_rank_alone_is_only_warned_of(toy: ToyRun, change_recipe: Callable[[str, str], None], capfd: Any) -> None:
+def test_a_single_process_is_only_warned_about(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], capfd: Any
+) -> None:
     slow = 'import time; time.sleep(1.5 if i == 77 else 0); return {"x"'
     change_recipe('return {"x"', slow)
     toy.train(
         "distributed.timeout=0.5", "distributed.init_timeout=0.5", "training.num_epochs=1", "training.max_steps=null"
     )
     err = capfd.readouterr().err
-    places = re.findall(r"^shoal: warning: nothing moves: (step \d+, [\w ]+), for \d+ s$", err, re.M)
-    assert len(places) == len({*places}), "each is told once"
-    assert any(place.endswith("waiting for data") for place in places)
+    activities = re.findall(r"^shoal: warning: no progress: (step \d+, [\w ]+), for \d+ s$", err, re.M)
+    assert len(activities) == len({*activities}), "each is printed once"
+    assert any(activity.endswith("waiting for data") for activity in activities)
     assert "in __getitem__" in err

@@ -1,4 +1,4 @@
-"""Processes that die, and runs that are told to stop."""
+"""Processes that die, and runs that are stopped by signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO = "launch.procs_per_node=2"
 
 @pytest.fixture
 def slow_toy(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> ToyRun:
-    """A step takes a fifth of a second, so that there is a moment to interrupt it in."""
+    """A run whose steps take a fifth of a second, so that there is time to interrupt them."""
     change_recipe('return {"x"', 'import time; time.sleep(0.05); return {"x"')
     return toy
 
@@ -36,7 +36,7 @@ def train_here(config: Path, overrides: list[str]) -> int:
 
 
 def undisturbed(toy: ToyRun, pool: Any, *overrides: str) -> dict[str, bytes]:
-    """What the same run ends with if nobody interrupts it."""
+    """Returns the final tensors of the same run without an interruption."""
     output = f"experiment.output_dir={toy.folder}/whole"
     step, *_ = pool.run(train_here, toy.config, [*overrides, output], init=False)
     whole = tensors(toy.folder / "whole", step)
@@ -68,14 +68,14 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
 def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "launch.max_restarts=0") as run:
         run.until(run.ranks)
-        os.kill(run.ranks()[0], signal.SIGKILL)  # before it has even imported torch
+        os.kill(run.ranks()[0], signal.SIGKILL)  # before it has imported torch
         assert run.wait() == 1
         assert run.nothing_left()
     assert run.err == "shoal: rank 0 was killed by SIGKILL; giving up after 0 restarts\n"
 
 
 @pytest.mark.slow
-def test_torchruns_own_restart(toy: ToyRun, gate: Gate, pool2: Any) -> None:
+def test_a_restart_by_torchrun(toy: ToyRun, gate: Gate, pool2: Any) -> None:
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
     gate.close_after(4)
     with Launched(toy, *TORCHRUN, *options) as run:
@@ -96,7 +96,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize(
-    ("whom", "number", "workers"),
+    ("target", "number", "workers"),
     [
         ("the launcher", signal.SIGTERM, 1),
         pytest.param("rank 1", signal.SIGTERM, 0, marks=pytest.mark.slow),
@@ -109,13 +109,13 @@ STOPS = {
         pytest.param("the terminal", signal.SIGINT, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: signal.Signals, workers: int) -> None:
+def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, target: str, number: signal.Signals, workers: int) -> None:
     options = ("training.max_steps=1000", "checkpoint.every=null", f"dataset.num_workers={workers}")
     with Launched(slow_toy, TWO, *options) as run:
         run.until((slow_toy.output / "report.txt").exists)
-        STOPS[whom](run, number)
-        if (whom, number) == ("the launcher", signal.SIGUSR1):
-            number = signal.SIGTERM  # as which it is passed on
+        STOPS[target](run, number)
+        if (target, number) == ("the launcher", signal.SIGUSR1):
+            number = signal.SIGTERM  # the launcher forwards it as SIGTERM
         assert run.wait() == 128 + number, run.err
         assert run.nothing_left()
     assert run.err == ""
@@ -127,30 +127,30 @@ def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, whom: str, number: sig
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("whom", "number"),
+    ("target", "number"),
     [
-        *((whom, n) for whom in [*STOPS][:3] for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+        *((target, n) for target in [*STOPS][:3] for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
         ("the terminal", signal.SIGINT),
     ],
 )
 def test_a_signal_while_data_is_prepared(
-    toy: ToyRun, change_recipe: Callable[[str, str], None], whom: str, number: signal.Signals
+    toy: ToyRun, change_recipe: Callable[[str, str], None], target: str, number: signal.Signals
 ) -> None:
-    """In one process; the others wait for it on the board."""
+    """One process prepares the data; the others wait for it on the board."""
     preparing = "pathlib.Path('preparing').touch(); time.sleep(100)"
     change_recipe("    def build_model", f"    def prepare_data(self):\n        {preparing}\n\n    def build_model")
     change_recipe("import torch\n", "import pathlib, time\nimport torch\n")
     with Launched(toy, TWO) as run:
         run.until(lambda: (toy.folder / "preparing").exists() and (toy.output / "logs" / "rank_1.log").exists())
-        time.sleep(1)  # until the other has installed its handlers
-        STOPS[whom](run, number)
-        told = signal.SIGTERM if number == signal.SIGUSR1 and whom == "the launcher" else number
-        assert run.wait() == 128 + told, run.err
+        time.sleep(1)  # until the other process has installed its signal handlers
+        STOPS[target](run, number)
+        received = signal.SIGTERM if number == signal.SIGUSR1 and target == "the launcher" else number
+        assert run.wait() == 128 + received, run.err
         assert run.nothing_left()
     assert run.err == ""
-    # Of a signal that another rank got, rank 0 hears by the launcher, which ends it.
-    told = signal.SIGTERM if whom == "rank 1" else told
-    assert run.out == f"stopped by {told.name} before the first step; nothing to save\n"
+    # After a signal to rank 1, the launcher stops rank 0 with SIGTERM.
+    received = signal.SIGTERM if target == "rank 1" else received
+    assert run.out == f"stopped by {received.name} before the first step; nothing to save\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -160,7 +160,7 @@ def test_a_run_listens_on_loopback_only_and_killing_its_launcher_leaves_no_orpha
         assert listening_addresses(run.alive()) == {"0100007F"}  # 127.0.0.1
         run.process.kill()
         assert run.nothing_left()
-    assert find_latest_checkpoint(slow_toy.output), "they saved first"
+    assert find_latest_checkpoint(slow_toy.output), "the workers save before they exit"
 
 
 @pytest.mark.slow

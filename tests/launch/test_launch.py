@@ -1,4 +1,4 @@
-"""Starting the processes of a run, by ourselves or by torchrun, and what is refused."""
+"""Starting the processes of a run with shoal or torchrun, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.cli.main import train
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.launch.launcher import start
-from shoal.processes.board import keep_board
+from shoal.processes.board import open_board
 from shoal.processes.world import World
 from shoal.training import train as train_run
 from shoal.training.preflight import check_world
@@ -30,7 +30,7 @@ TWO = "launch.procs_per_node=2"
 
 
 def assert_same_weights(toy: ToyRun) -> None:
-    """Those of the run in `out` are those of one process."""
+    """Checks that the run in the folder `out` has the same final weights as a run of one process."""
     toy.train(*SAME, f"experiment.output_dir={toy.folder}/one")
 
     def weights(name: str) -> dict[str, torch.Tensor]:
@@ -42,8 +42,8 @@ def assert_same_weights(toy: ToyRun) -> None:
     torch.testing.assert_close(several, one)
 
 
-def test_two_processes_train_and_say_it_once(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
-    change_recipe("def build_model(self):", "def build_model(self):\n        print('a word of the recipe')")
+def test_two_processes_train_and_print_once(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("def build_model(self):", "def build_model(self):\n        print('printed by the recipe')")
     with Launched(toy, TWO, *SAME) as run:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
@@ -51,11 +51,11 @@ def test_two_processes_train_and_say_it_once(toy: ToyRun, change_recipe: Callabl
     assert run.out.count("finished at step 10") == 1
     assert run.err == ""
     assert "step 10/10  loss" in (toy.output / "logs" / "rank_0.log").read_text()
-    assert "a word of the recipe" in (toy.output / "logs" / "rank_1.log").read_text()
+    assert "printed by the recipe" in (toy.output / "logs" / "rank_1.log").read_text()
     assert_same_weights(toy)
 
 
-def test_joins_what_torchrun_started(toy: ToyRun) -> None:
+def test_processes_of_torchrun(toy: ToyRun) -> None:
     with Launched(toy, *TORCHRUN, "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", *SAME) as run:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
@@ -75,11 +75,11 @@ def test_two_torchruns(toy: ToyRun) -> None:
 
 @pytest.mark.slow
 def test_two_machines_by_node_rank(toy: ToyRun) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = ("launch.nodes=2", "launch.procs_per_node=1", *SAME)
     with (
-        Launched(toy, *command, **place, NODE_RANK="1") as second,
-        Launched(toy, *command, **place, NODE_RANK="0", WORLD_SIZE="2") as first,
+        Launched(toy, *command, **address, NODE_RANK="1") as second,
+        Launched(toy, *command, **address, NODE_RANK="0", WORLD_SIZE="2") as first,
     ):
         assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
         assert first.nothing_left()
@@ -108,7 +108,7 @@ def test_what_torchs_launcher_is_asked_for(
     for name, value in (NODES | {"MASTER_PORT": f"{port}", "NODE_RANK": f"{node_rank}"} | set_by_launcher).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shoal.launch.launcher.elastic_launch", elastic_launch)
-    board = keep_board("127.0.0.1", port, loopback_only=False) if node_rank else None
+    board = open_board("127.0.0.1", port, loopback_only=False) if node_rank else None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         assert start(load_run(toy.config, [f"launch.nodes={nodes}", TWO]), ["train", "run.yaml"]) == 0
@@ -128,12 +128,17 @@ def test_what_torchs_launcher_is_asked_for(
 @pytest.mark.parametrize(
     ("overrides", "environment", "words"),
     [
-        ([TWO], {"RANK": "0"}, ["RANK=0", "not WORLD_SIZE, LOCAL_RANK"]),
-        ([TWO], {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "not RANK"]),
-        (["launch.nodes=2"], {}, ["launch.nodes = 2", "missing: MASTER_ADDR, MASTER_PORT, NODE_RANK"]),
+        ([TWO], {"RANK": "0"}, ["RANK=0", "no WORLD_SIZE, LOCAL_RANK"]),
+        ([TWO], {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "no RANK"]),
+        (["launch.nodes=2"], {}, ["launch.nodes = 2", "no MASTER_ADDR, MASTER_PORT, NODE_RANK"]),
         (["launch.nodes=2"], NODES | {"MASTER_PORT": "TAKEN"}, ["MASTER_PORT", "in use"]),
-        (["launch.nodes=2"], NODES | {"NODE_RANK": "2"}, ["NODE_RANK=2", "below 2"]),
+        (["launch.nodes=2"], NODES | {"NODE_RANK": "2"}, ["NODE_RANK=2", "below launch.nodes = 2"]),
         (["launch.nodes=2", TWO], NODES | {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "= 4"]),
+        (
+            ["launch.nodes=2", "distributed.init_timeout=1"],
+            NODES | {"NODE_RANK": "1"},  # nobody has opened the board
+            ["launch.nodes = 2: other machines did not connect in time", "MASTER_ADDR = 127.0.0.1"],
+        ),
         (["training.global_batch_size=2", "launch.procs_per_node=4"], {}, ["training.global_batch_size = 2", "4"]),
     ],
 )
@@ -169,7 +174,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
         (["distributed.strategy=mesh", "distributed.mesh={tp: 3}"], ["tp 3 does not divide the 2 processes"]),
     ],
 )
-def test_refused_before_there_is_a_folder(
+def test_refused_before_a_run_folder_is_made(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
 ) -> None:
     monkeypatch.setattr("shoal.launch.launcher.elastic_launch", lambda *_: pytest.fail("processes were started"))
@@ -185,7 +190,7 @@ def test_refused_before_there_is_a_folder(
 
 
 @pytest.mark.slow
-def test_what_torchrun_started_is_refused_without_a_folder_too(toy: ToyRun) -> None:
+def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None:
     wrong = "checkpoint.init_from=nowhere"
     with Launched(toy, *TORCHRUN, "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
         run.wait()
@@ -201,7 +206,7 @@ def test_what_torchrun_started_is_refused_without_a_folder_too(toy: ToyRun) -> N
         pytest.param(["experiment.output_dir=run.yaml"], "experiment.output_dir", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_that_workers_see_is_one_line_said_once(toy: ToyRun, overrides: list[str], word: str) -> None:
+def test_a_mistake_found_by_workers_is_printed_once_in_one_line(toy: ToyRun, overrides: list[str], word: str) -> None:
     with Launched(toy, TWO, *overrides) as run:
         assert run.wait() == 2, run.err
         assert run.nothing_left()
@@ -211,14 +216,14 @@ def test_a_mistake_that_workers_see_is_one_line_said_once(toy: ToyRun, overrides
 
 
 @pytest.mark.slow
-def test_another_torchrun_than_the_config_says(toy: ToyRun) -> None:
+def test_torchrun_with_another_number_of_processes_than_the_config(toy: ToyRun) -> None:
     options = ("launch.procs_per_node=3", "checkpoint.every=null")
     command = ("--nproc-per-node=2", "--max-restarts=1", "-m", "shoal", "train", "run.yaml")
     with Launched(toy, *TORCHRUN, *command, *options) as run:
-        assert run.wait() == 1  # torchrun's own
+        assert run.wait() == 1  # the exit code of torchrun
         assert run.nothing_left()
     lines = [line for line in run.err.splitlines() if line.startswith("shoal: ")]
-    assert len(lines) == 1, "not again after torchrun's restart"
+    assert len(lines) == 1, "it must not be printed again after torchrun's restart"
     assert "launch.procs_per_node = 3, but this machine runs 2" in lines[0]
 
 
@@ -231,14 +236,14 @@ def test_another_torchrun_than_the_config_says(toy: ToyRun) -> None:
         (World(0, 2, 0, 1), "launch.nodes=1"),
     ],
 )
-def test_another_world_than_the_config_says(toy: ToyRun, world: World, override: str) -> None:
+def test_a_world_of_another_size_than_the_config(toy: ToyRun, world: World, override: str) -> None:
     with pytest.raises(UserError, match=override.replace("=", " = ")):
         check_world(load_run(toy.config, [override]), world)
 
 
 NETWORK = '''
 class Net(nn.Module):
-    """Leaves a layer out from the n-th call on."""
+    """Skips a layer from the n-th call on."""
 
     def __init__(self, calls_with_all):
         super().__init__()
@@ -260,7 +265,7 @@ def train_here(config: Path, overrides: list[str]) -> None:
     ("calls_with_all", "override", "key"),
     [(0, "static_graph=false", "find_unused_parameters"), (5, "static_graph=true", "static_graph = true")],
 )
-def test_ddp_says_which_key_to_change(
+def test_an_error_of_ddp_names_the_key_to_change(
     toy: ToyRun, change_recipe: Callable[[str, str], None], pool2: Pool, calls_with_all: int, override: str, key: str
 ) -> None:
     change_recipe("class Toy(Recipe):", NETWORK)
@@ -270,14 +275,14 @@ def test_ddp_says_which_key_to_change(
         pool2.run(train_here, toy.config, keys, init=False)
 
 
-def test_an_exception_is_told_once_and_not_repeated(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_an_exception_is_printed_once_and_not_retried(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("def loss(self, output, batch):", "def loss(self, output, batch):\n        self.fail_on_rank_1()")
     change_recipe(
         "    def eval_data(self):",
         "    def fail_on_rank_1(self):\n"
         "        import os\n"
         "        if os.environ['RANK'] == '1':\n"
-        "            raise ValueError('what the user got wrong')\n\n"
+        "            raise ValueError('a mistake of the user')\n\n"
         "    def eval_data(self):",
     )
     with Launched(toy, TWO) as run:
@@ -285,6 +290,6 @@ def test_an_exception_is_told_once_and_not_repeated(toy: ToyRun, change_recipe: 
         assert run.nothing_left()
     assert run.err.startswith("shoal: rank 1 failed\nTraceback")
     assert run.err.count("Traceback") == 1
-    assert run.err.endswith("ValueError: what the user got wrong\n")
+    assert run.err.endswith("ValueError: a mistake of the user\n")
     assert "starting again" not in run.err
-    assert "what the user got wrong" in (toy.output / "logs" / "rank_1.log").read_text()
+    assert "a mistake of the user" in (toy.output / "logs" / "rank_1.log").read_text()

@@ -1,4 +1,4 @@
-"""Which process of a run this one is, from the variables that launchers set."""
+"""Detecting which process of a run this one is, from the variables that launchers set or from a process group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RANKS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZ
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def test_no_variables_are_one_process() -> None:
+def test_without_variables_the_world_is_one_process() -> None:
     assert detect({}) == World()
     assert detect({"MASTER_ADDR": "somewhere", "WORLD_SIZE": "1"}) == World()
 
 
-def test_all_variables_are_a_rank() -> None:
+def test_torchruns_variables_give_a_rank() -> None:
     world = detect(RANKS)
     assert world == World(1, 4, 1, 4, "127.0.0.1", 1, found_by="environment variables")
     assert (world.node, world.on_one_machine, world.was_restarted) == (0, True, False)
@@ -34,7 +34,7 @@ def test_all_variables_are_a_rank() -> None:
     assert not world.on_one_machine
 
 
-def test_torchrun_and_our_launcher_say_more() -> None:
+def test_torchrun_and_shoals_launcher_give_attempt_and_job() -> None:
     world = detect(RANKS | ELASTIC)
     assert (world.found_by, world.launcher_keeps_board, world.launcher_pid) == ("torchrun", True, None)
     assert (world.attempt, world.attempt_name, world.was_restarted) == ((0, 0, 2), "none, start 2", True)
@@ -45,7 +45,7 @@ def test_torchrun_and_our_launcher_say_more() -> None:
     assert detect({"SLURM_JOB_ID": "7"}).job == "SLURM job 7"
 
 
-def test_a_process_group_that_is_there_is_noticed() -> None:
+def test_an_existing_process_group_is_noticed() -> None:
     assert detect({}).group == "to make"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -54,30 +54,33 @@ def test_a_process_group_that_is_there_is_noticed() -> None:
         dist.destroy_process_group()
 
 
-def detect_in_group(**variables: str) -> World:
+def detect_without_variables(**variables: str) -> World:
+    """Detects the world in the process group of the pool, with no launcher variables but these."""
     for name in RANKS:
         os.environ.pop(name)
     os.environ.pop("LOCAL_WORLD_SIZE")
     return detect(variables)
 
 
-def test_a_group_of_several_ranks_needs_no_variables(pool2: Any) -> None:
-    for rank, world in enumerate(pool2.run(detect_in_group)):
+def test_ranks_come_from_the_process_group_if_there_are_no_variables(pool2: Any) -> None:
+    for rank, world in enumerate(pool2.run(detect_without_variables)):
         assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 2, rank, 2)
         assert (world.group, world.on_one_machine) == ("made", True)
-    for rank, world in enumerate(pool2.run(detect_in_group, MASTER_ADDR="head", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")):
+    for rank, world in enumerate(
+        pool2.run(detect_without_variables, MASTER_ADDR="head", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    ):
         assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (rank, 2, 0, 1, rank)
         assert not world.on_one_machine
 
 
 def train_in_group(config: Path) -> tuple[int, int]:
-    detect_in_group()
+    detect_without_variables()
     step = train(load_run(config, ["training.global_batch_size=8"])).step
     return step, detect().size
 
 
-def test_a_run_in_a_group_that_needs_no_variables(toy: ToyRun, pool2: Any) -> None:
-    """Its ranks wait for each other on the group's store, and its watchdogs meet there."""
+def test_training_in_a_process_group_without_variables(toy: ToyRun, pool2: Any) -> None:
+    """The ranks use the store of the group as their board: to wait for data, and for their watchdogs."""
     assert pool2.run(train_in_group, toy.config) == [(10, 2)] * 2
     assert {path.name for path in (toy.output / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
 
@@ -91,17 +94,17 @@ def test_the_launchers_of_several_machines() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0"}, ["RANK=0", "not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"]),
-        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "not RANK"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "not RANK"]),
-        ({key: RANKS[key] for key in RANKS if key != "MASTER_PORT"}, ["but not MASTER_PORT"]),
+        ({"RANK": "0"}, ["RANK=0: ", "no WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT;"]),
+        ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0: ", "no RANK"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2: ", "no RANK"]),
+        ({key: RANKS[key] for key in RANKS if key != "MASTER_PORT"}, ["no MASTER_PORT;"]),
         (RANKS | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
         (RANKS | {"WORLD_SIZE": "four"}, ["WORLD_SIZE='four'"]),
         (RANKS | {"MASTER_PORT": ""}, ["MASTER_PORT=''"]),
         (RANKS | {"LOCAL_WORLD_SIZE": "two"}, ["LOCAL_WORLD_SIZE='two'"]),
     ],
 )
-def test_some_variables_are_a_mistake(environment: dict[str, str], words: list[str]) -> None:
+def test_incomplete_or_wrong_variables_are_refused(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         detect(environment)
     for word in words:
