@@ -1,4 +1,4 @@
-"""Tensor parallelism, activation checkpointing and torch.compile together: one graph for like blocks, without a break."""
+"""Tensor parallelism with activation checkpointing and torch.compile: one graph for like blocks, without a break."""
 
 from __future__ import annotations
 
