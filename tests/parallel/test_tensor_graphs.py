@@ -1,4 +1,4 @@
-"""Tensor parallelism, activation checkpointing and torch.compile together: like blocks are one graph without a break."""
+"""Tensor parallelism, activation checkpointing and torch.compile together: like blocks are one unbroken graph."""
 
 from __future__ import annotations
 
