@@ -1,4 +1,4 @@
-"""Tensor parallelism with activation checkpointing and torch.compile: one graph for like blocks, without a break."""
+"""Tensor parallelism, activation checkpointing and torch.compile together: like blocks are one unbroken graph."""
 
 from __future__ import annotations
 
