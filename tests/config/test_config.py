@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from conftest import ToyRun
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from shoal.config import Run, load_run
 from shoal.config.layout import Layout
 from shoal.config.overrides import merge
+from shoal.config.schema import Config
 from shoal.config.yaml import format_value, parse_value
 from shoal.errors import UserError
 
@@ -124,6 +129,22 @@ def test_formatted_values_parse_to_the_same_value(value: object) -> None:
     text = format_value(value)
     assert "\n" not in text
     assert parse_value(text) == value
+
+
+def _keys(section: type[BaseModel]) -> Iterator[str]:
+    for key, field in section.model_fields.items():
+        yield key
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            annotations += get_args(annotation)
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from _keys(annotation)
+
+
+def test_every_key_is_named_in_some_test() -> None:
+    words = {word for path in Path(__file__).parents[1].rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    assert {*_keys(Config)} <= words
 
 
 def test_the_resolved_file_loads_again_as_the_same_run(tmp_path: Path) -> None:

@@ -337,8 +337,11 @@ def test_inside_of_fsdp_with_a_chunked_head(mode: str, compiled: bool, pool2: Po
 @pytest.mark.parametrize("build", [bdh, stack])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled(build: Any, mode: str) -> None:
+    """In double precision: compiled code adds in another order, and in single precision some CPUs differ by 1e-4."""
     torch.compiler.reset()
     model, plan, inputs = build()
+    model.double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
     for module in model.modules():  # compiled code draws other numbers
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -346,7 +349,7 @@ def test_compiled(build: Any, mode: str) -> None:
     apply_activation_checkpointing(model, plan, settings(mode))
     apply_compile(model, plan)
     for value, wanted in zip(run(model, inputs), expected, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-10)
 
 
 class Made(TorchDispatchMode):
