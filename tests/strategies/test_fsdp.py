@@ -224,7 +224,7 @@ def test_the_alarm_compares_replicas_of_shards(pool4: Pool) -> None:
     assert pool4.run(drift, 99, init=False) == [""] * 4
     told = pool4.run(drift, 3, init=False)
     assert told[0] == told[2] == ""  # they hold other shards
-    assert "4.weight on rank 3 is not what rank 1 has" in told[1]
+    assert "4.weight on rank 3 differs from rank 1" in told[1]
 
 
 def refusal(options: dict[str, Any]) -> str:
