@@ -160,5 +160,7 @@ class Loader:
         """Ends the workers; this is allowed in the middle of an iteration."""
         if self._steps is not None:
             self._steps.close()
+        has_workers = isinstance(self._items, DataLoader)
         self._steps = self._items = None
-        gc.collect()  # workers end when torch's iterator is freed, and that may be part of a reference cycle
+        if has_workers:
+            gc.collect()  # workers end when torch's iterator is freed, and that may be part of a reference cycle

@@ -64,6 +64,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
             f"launch.nodes = {launch.nodes}: other machines did not connect in time, or the connection was lost "
             f"({str(error).splitlines()[0]}); run the same command on all of them, with MASTER_ADDR = {world.address}"
         ) from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]) -> int:

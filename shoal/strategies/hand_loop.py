@@ -247,7 +247,7 @@ class Loop:
         self, model: nn.Module, builders: Sequence[Builder], methods: Sequence[str], exchange: Exchange | None
     ) -> None:
         layout = self.strategy.layout
-        if self._model is not None or "engaged" in vars(self.strategy):
+        if self._model is not None or self.strategy.held():
             raise UserError(
                 "wrap: this loop, or its strategy, has a model already; put both into one module, or make another "
                 "strategy"

@@ -139,7 +139,6 @@ def test_what_torchs_launcher_is_asked_for(
             NODES | {"NODE_RANK": "1"},  # nobody has opened the board
             ["launch.nodes = 2: other machines did not connect in time", "MASTER_ADDR = 127.0.0.1"],
         ),
-        (["training.global_batch_size=2", "launch.procs_per_node=4"], {}, ["training.global_batch_size = 2", "4"]),
     ],
 )
 def test_refused_before_a_process_starts(
