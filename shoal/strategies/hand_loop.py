@@ -32,6 +32,7 @@ from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
 from shoal.checkpoint.peers import ALL, ALONE
 from shoal.errors import UserError
+from shoal.processes.group import cpu_group
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.state import (
@@ -271,6 +272,8 @@ class Loop:
             raise UserError(
                 f"loss_chunks = {layout.loss_chunks}: a loop of your own computes its loss itself; use a recipe"
             )
+        if exchange not in (None, "overlapped", "at_step"):
+            raise UserError(f"exchange = {exchange!r}: use overlapped or at_step")
         if exchange == "at_step" and layout.engine not in ("ddp", "plain"):
             raise UserError(f"exchange = at_step is for ddp; {layout.strategy} exchanges gradients during the backward")
         if methods and layout.precision == "pure_bf16":
@@ -284,7 +287,7 @@ class Loop:
         if self.strategy.world_size > 1 and self.strategy.world.group != "imagined":
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
-                    dist.broadcast(tensor.data, 0)
+                    dist.broadcast(tensor.data, 0, cpu_group() if tensor.device.type == "cpu" else None)
 
     def _through_engine(self, engine: nn.Module, model: nn.Module, name: str) -> Callable[..., Any]:
         """Returns a function that calls a method of the model as the engine calls its forward, with the same hooks."""
