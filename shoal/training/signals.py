@@ -38,9 +38,11 @@ class StopFlag:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside of it, a signal raises Stopped at once, as Ctrl-C does in any Python program."""
+        """Inside of it, a signal raises Stopped at once, as Ctrl-C does in any Python program. So does one before."""
         self._ends_at_once = True
         try:
+            if self.signal:
+                raise Stopped(self.signal)
             yield
         finally:
             self._ends_at_once = False

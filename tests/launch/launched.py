@@ -102,6 +102,14 @@ def _parent(pid: int) -> int:
     return 0
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Returns whether a process has a handler for a signal."""
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def listening_addresses(pids: list[int]) -> set[str]:
     """Returns the local addresses on which processes accept connections, in hexadecimal as the kernel writes them."""
     sockets = set()

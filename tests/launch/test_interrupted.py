@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Gate, ToyRun
-from launched import TORCHRUN, Launched, listening_addresses, saved, tensors
+from launched import TORCHRUN, Launched, catches, listening_addresses, saved, tensors
 
 from shoal.checkpoint import find_latest_checkpoint
 from shoal.config import load_run
@@ -141,8 +141,8 @@ def test_a_signal_while_data_is_prepared(
     change_recipe("    def build_model", f"    def prepare_data(self):\n        {preparing}\n\n    def build_model")
     change_recipe("import torch\n", "import pathlib, time\nimport torch\n")
     with Launched(toy, TWO) as run:
-        run.until(lambda: (toy.folder / "preparing").exists() and (toy.output / "logs" / "rank_1.log").exists())
-        time.sleep(1)  # until the other process has installed its signal handlers
+        run.until((toy.folder / "preparing").exists)
+        run.until(lambda: [catches(pid, signal.SIGTERM) for pid in run.ranks().values()] == [True, True])
         STOPS[target](run, number)
         received = signal.SIGTERM if number == signal.SIGUSR1 and target == "the launcher" else number
         assert run.wait() == 128 + received, run.err
@@ -174,7 +174,7 @@ def test_killing_the_launcher_early_leaves_no_orphans(slow_toy: ToyRun) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("procs", [2, 4])
 def test_ten_kills_at_random_moments(slow_toy: ToyRun, procs: int, request: pytest.FixtureRequest) -> None:
-    options = (f"launch.procs_per_node={procs}", "training.max_steps=60", "launch.max_restarts=10")
+    options = (f"launch.procs_per_node={procs}", "training.max_steps=150", "launch.max_restarts=10")
     dice = random.Random(procs)
     before: set[int] = set()
     with Launched(slow_toy, *options) as run:
@@ -188,4 +188,4 @@ def test_ten_kills_at_random_moments(slow_toy: ToyRun, procs: int, request: pyte
         assert run.nothing_left()
     assert run.err.count("was killed by SIGKILL; starting again") == len(run.err.splitlines()) == 10
     pool = request.getfixturevalue(f"pool{procs}")
-    assert tensors(slow_toy.output, 60) == undisturbed(slow_toy, pool, *options)
+    assert tensors(slow_toy.output, 150) == undisturbed(slow_toy, pool, *options)

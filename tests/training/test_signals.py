@@ -41,6 +41,14 @@ def test_while_the_run_is_built(toy: ToyRun, change_recipe: Callable[[str, str],
     assert not (toy.output / "report.txt").exists()
 
 
+def test_just_before_data_is_prepared() -> None:
+    with StopFlag() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped) as stopped, stop.at_once():
+            pytest.fail("the data would be prepared")
+    assert stopped.value.signal == signal.SIGTERM
+
+
 def test_the_flag_alone_while_something_is_to_be_saved() -> None:
     with StopFlag() as stop:
         with stop.at_once():
