@@ -194,7 +194,7 @@ def train_adversaries(kind: str) -> dict[str, Any]:
                 loop.backward(loss)
                 info = loop.step(optimizer, max_norm=0.5)
                 losses.append((loop.reduce(loss.detach()).item(), info.grad_norm.item()))
-        with pytest.raises(UserError, match="the loop has 2 optimizers; say which one steps"):
+        with pytest.raises(UserError, match="the loop has 2 optimizers; pass the one that steps"):
             loop.step()
         weights = {**strategy.state(loop.model, critic).model, **strategy.state(loop.model, generator).model}
         return {"losses": losses, "weights": whole(weights), "kind": type(module).__name__}
