@@ -123,7 +123,7 @@ class _Swap(torch.autograd.Function):
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return total.view_as(total)  # torch 2.11 compiles a returned tensor that was written in place as a constant
 
 
 def _all_gather(tensor: Tensor, group: Group) -> Tensor:

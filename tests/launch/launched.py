@@ -18,7 +18,6 @@ from conftest import PATIENCE_SECONDS, ToyRun
 from safetensors.torch import load_file
 
 SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 class Launched:
@@ -119,6 +118,11 @@ def listening_addresses(pids: list[int]) -> set[str]:
                 sockets |= {*re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink()))}
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and fields[9] in sockets}
+
+
+def torchrun() -> tuple[str, ...]:
+    """Returns the command of a torchrun at a port of its own: all listen at the same one by default."""
+    return (sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}")
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import ToyRun
-from launched import TORCHRUN, Launched, free_port, tensors
+from launched import Launched, free_port, tensors, torchrun
 from test_interrupted import undisturbed
 
 TWO = "launch.procs_per_node=2"
@@ -163,7 +163,7 @@ def test_a_machine_on_which_all_ranks_are_silent(toy: ToyRun) -> None:
 def test_a_hang_under_torchrun(toy: ToyRun, pool2: Any) -> None:
     hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
-    with Launched(toy, *TORCHRUN, *options, SHORT) as run:
+    with Launched(toy, *torchrun(), *options, SHORT) as run:
         assert run.wait() == 0, run.err
     assert run.err.count("the run hangs: rank 1 did not arrive") == 1
     assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)

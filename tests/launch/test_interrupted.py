@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Gate, ToyRun
-from launched import TORCHRUN, Launched, catches, listening_addresses, saved, tensors
+from launched import Launched, catches, listening_addresses, saved, tensors, torchrun
 
 from shoal.checkpoint import find_latest_checkpoint
 from shoal.config import load_run
@@ -78,7 +78,7 @@ def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
 def test_a_restart_by_torchrun(toy: ToyRun, gate: Gate, pool2: Any) -> None:
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
     gate.close_after(4)
-    with Launched(toy, *TORCHRUN, *options) as run:
+    with Launched(toy, *torchrun(), *options) as run:
         run.until(saved(toy, 4))
         os.kill(run.ranks()[1], signal.SIGKILL)
         gate.open()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ToyRun
-from launched import TORCHRUN, Launched, free_port
+from launched import Launched, free_port, torchrun
 from pool import Pool, WorkerFailure
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig
@@ -56,7 +56,7 @@ def test_two_processes_train_and_print_once(toy: ToyRun, change_recipe: Callable
 
 
 def test_processes_of_torchrun(toy: ToyRun) -> None:
-    with Launched(toy, *TORCHRUN, "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", *SAME) as run:
+    with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", *SAME) as run:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
     assert run.out.count("finished at step 10") == 1
@@ -66,7 +66,7 @@ def test_processes_of_torchrun(toy: ToyRun) -> None:
 @pytest.mark.slow
 def test_two_torchruns(toy: ToyRun) -> None:
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=one run")
-    agent = (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *rendezvous, "--local-addr=127.0.0.1", "-m", "shoal")
+    agent = (*torchrun(), "--nnodes=2", "--nproc-per-node=1", *rendezvous, "--local-addr=127.0.0.1", "-m", "shoal")
     with Launched(toy, *agent, "train", "run.yaml", *SAME) as a, Launched(toy, *agent, "train", "run.yaml", *SAME) as b:
         assert (a.wait(), b.wait()) == (0, 0), a.err + b.err
     assert (a.out + b.out).count("finished at step 10") == 1
@@ -191,7 +191,7 @@ def test_refused_before_a_run_folder_is_made(
 @pytest.mark.slow
 def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None:
     wrong = "checkpoint.init_from=nowhere"
-    with Launched(toy, *TORCHRUN, "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
+    with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
         run.wait()
     assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': there is no such file or folder") == 1
     assert not toy.output.exists()
@@ -218,7 +218,7 @@ def test_a_mistake_found_by_workers_is_printed_once_in_one_line(toy: ToyRun, ove
 def test_torchrun_with_another_number_of_processes_than_the_config(toy: ToyRun) -> None:
     options = ("launch.procs_per_node=3", "checkpoint.every=null")
     command = ("--nproc-per-node=2", "--max-restarts=1", "-m", "shoal", "train", "run.yaml")
-    with Launched(toy, *TORCHRUN, *command, *options) as run:
+    with Launched(toy, *torchrun(), *command, *options) as run:
         assert run.wait() == 1  # the exit code of torchrun
         assert run.nothing_left()
     lines = [line for line in run.err.splitlines() if line.startswith("shoal: ")]

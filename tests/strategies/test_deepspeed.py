@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE_SECONDS, ToyRun
+from launch.launched import free_port
 from pool import Pool
 from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
 from test_docs import blocks
@@ -516,11 +517,23 @@ def test_the_local_rank_may_come_before_the_command(toy: ToyRun) -> None:
 def test_under_its_own_launcher(toy: ToyRun) -> None:
     """Which puts --local_rank before the command."""
     world = urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
-    launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--master_port=29611"]
-    command = ["--master_addr=127.0.0.1", "--module", "shoal", "train", str(toy.config), *KEYS, *ZERO]
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={world}",
+        f"--master_port={free_port()}",
+    ]
+    command = ["--master_addr=127.0.0.1", "--module", "shoal", "train", str(toy.config)]
+    keys = [*KEYS, *ZERO, "training.device=cpu"]  # the launcher shows its processes a GPU, if there is one
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*launcher, *command], cwd=toy.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [*launcher, *command, *keys],
+        cwd=toy.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     assert "finished at step 10" in result.stdout

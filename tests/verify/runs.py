@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -82,9 +83,11 @@ def on_text(
     """Returns a run that trains on a text of squares, which lies beside the test's folder."""
     folder = tmp_path.parent / "squares"  # one for the session: runs that differ in nothing have the same reference
     text, cache = folder / "text.txt", str(folder)
-    if not folder.exists():
-        folder.mkdir()
-        text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(400)))
+    folder.mkdir(exist_ok=True)
+    if not text.exists():  # several ranks may come here at once
+        with NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write("".join(f"{i} squared is {i * i}\n" for i in range(400)))
+        Path(file.name).replace(text)
     return check_run(
         {
             "recipe": recipe,
