@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,19 +57,15 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
 
 def _watch(found: list[str], label: str) -> Any:
     def hook(module: nn.Module, before: Any, after: Any) -> None:
-        tensors = _tensors(after if label.startswith("the output") else before)
-        if any(t.is_floating_point() and not t.isfinite().all() for t in tensors):
+        if _has_bad_value(after if label.startswith("the output") else before):
             found.append(label)
 
     return hook
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _has_bad_value(value: Any) -> bool:
+    """Returns whether a tensor in this nesting of dicts, lists and tuples is not finite."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return value.is_floating_point() and not value.isfinite().all()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_bad_value, items))

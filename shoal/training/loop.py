@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -166,25 +166,26 @@ class Shell:
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size
         # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
-        in_files = self._due(self.config.logging.every) or self.step in (1, self.total_steps)
-        self._publish(metrics, in_files)
+        self._publish(metrics, in_files=self._due(self.config.logging.every) or self.step in (1, self.total_steps))
         skipped, limit = self.observers.meter.skipped_in_a_row, self.config.training.max_skipped_steps
         if skipped >= limit:
             culprit = body.explain_skips(micro_batches)
             self._wait_for_disk()
             last = self.checkpoints.manager.saved_step
-            saved = f"the last checkpoint is of step {last}" if last else "nothing is saved"
             raise UserError(
                 f"the last {skipped} updates were skipped because their gradient was not finite "
-                f"(training.max_skipped_steps = {limit}); {culprit}; {saved}"
+                f"(training.max_skipped_steps = {limit}); {culprit}; "
+                + (f"the last checkpoint is of step {last}" if last else "nothing is saved")
             )
 
     def evaluate(self, body: Body) -> None:
         if self.loaders.evaluation is None:
             return
         self.watchdog.at("evaluation", self.step)
-        evaluation = body.evaluate(self)
-        if evaluation is not None:
+        if (evaluation := body.evaluate(self)) is not None:
+            self._publish(evaluation)
+            if body.preview is not None:
+                self.observers.loggers.text(self.step, "preview", body.preview)
             self._evaluation, self._evaluated_step = evaluation, self.step
             self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
         self.observers.meter.restart_clock(self.loaders.train)
@@ -193,8 +194,11 @@ class Shell:
         """Saves the state; in the background it returns when the state is copied aside."""
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
-        progress: dict[str, Any] = {"step": self.step, "samples": self.loaders.train.position}
-        progress["skipped_steps"] = self.observers.meter.skipped_steps()
+        progress = {
+            "step": self.step,
+            "samples": self.loaders.train.position,
+            "skipped_steps": self.observers.meter.skipped_steps(),
+        }
         self.checkpoints.save(progress, self._evaluation if self._evaluated_step == self.step else None)
         self._save_soon = False
         self.observers.meter.restart_clock(self.loaders.train)
@@ -206,11 +210,6 @@ class Shell:
     def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
         self.metrics |= metrics
         self.observers.publish(self.step, metrics, in_files)
-
-    def publish_evaluation(self, metrics: dict[str, float], preview: str | None) -> None:
-        self._publish(metrics)
-        if preview is not None:
-            self.observers.loggers.text(self.step, "preview", preview)
 
     def _finish(self, body: Body) -> Outcome:
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
@@ -224,7 +223,6 @@ class Shell:
             raise UserError(
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
-        best_step = self._find_best() if self.config.checkpoint.keep_best else None
         return Outcome(
             self.output_dir,
             self.first_step,
@@ -234,15 +232,14 @@ class Shell:
             body.preview,
             self.stopped_by,
             self.session.model,
-            best_step,
+            self._find_best() if self.config.checkpoint.keep_best else None,
         )
 
     def _find_best(self) -> int | None:
         """Says which step was best, and loads it if asked to."""
         config = self.config.checkpoint
         loads = config.load_best_model_at_end and not self.stopped_by
-        best = self.checkpoints.find_best(loads, self.step)
-        if best is None:
+        if (best := self.checkpoints.find_best(loads, self.step)) is None:
             return None
         step, value = best
         path, loaded = self.checkpoints.manager.path_of(step), "; its weights are in the model" if loads else ""

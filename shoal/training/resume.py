@@ -20,7 +20,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
-from shoal.training.schedules import SCHEDULING
+from shoal.training.optimizers import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
 
@@ -50,7 +50,7 @@ def restore(
 ) -> Progress:
     """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    strategy, held = session.strategy, session.held()
+    strategy, held = session.strategy, session.strategy.held()
     folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
@@ -117,7 +117,7 @@ def find_checkpoints(
 def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[[str], None]) -> None:
     """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew."""
     try:
-        weights = weights_for_model(session.model, path, base, warn, session.held().keys())
+        weights = weights_for_model(session.model, path, base, warn, session.strategy.held().keys())
         session.load_state(TrainState(weights, {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
@@ -131,7 +131,7 @@ def load_best(
         damage = ""
         try:
             checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_state(session.held())
+            state = checkpoint.checked_state(session.strategy.held())
         except DamagedCheckpoint as error:
             damage = str(error)
         if session.strategy.any_rank(bool(damage)):
@@ -157,10 +157,13 @@ def _check_position(checkpoint: Checkpoint) -> None:
     about = checkpoint.manifest
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
-        counts = [*epochs, *(checkpoint.trainer[key] for key in COUNTS)]
-        sizes = (*sizes, about["layout"]["data_size"])
-        least = [*((count, 0) for count in counts), *((size, 1) for size in sizes)]
-        right = isinstance(about["config"], dict) and all(type(n) is int and low <= n < 1 << 62 for n, low in least)
+        numbers = {
+            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS)],
+            1: [*sizes, about["layout"]["data_size"]],
+        }
+        right = isinstance(about["config"], dict) and all(
+            type(number) is int and least <= number < 1 << 62 for least in numbers for number in numbers[least]
+        )
     except (LookupError, TypeError, ValueError):
         right = False
     if not right:

@@ -22,12 +22,10 @@ from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loade
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.observers import Warnings, open_observers
-from shoal.training.optimizers import set_learning_rate
-from shoal.training.preflight import check_start, check_world
+from shoal.training.optimizers import build_schedule, say_jump, set_learning_rate
+from shoal.training.preflight import check_start, check_world, open_run_folder
 from shoal.training.report import Report
 from shoal.training.resume import Progress
-from shoal.training.run_folder import open_run_folder
-from shoal.training.schedules import build_schedule, say_jump
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -163,7 +161,6 @@ class RecipeBody:
         else:
             metrics = {EVAL_LOSS: (total / count).item()}
             self._preview(shell.step)
-            shell.publish_evaluation(metrics, self.preview)
         self.model.train()
         return metrics
 
@@ -173,6 +170,9 @@ class RecipeBody:
         Eagerly: generating goes through many shapes once each, and compiling for them costs more.
         """
         torch.manual_seed(mix(self._seed, "preview", step))
-        eagerly = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), eagerly, self.strategy.whole_model(self.model) as model:
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            self.strategy.whole_model(self.model) as model,
+        ):
             self.preview = None if model is None else self.recipe.preview(model)
