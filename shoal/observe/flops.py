@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ def peak_flops(device: torch.device | str, precision: str) -> float | None:
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
     rows = [row for name, row in _PEAK_TFLOPS if words.issuperset(name.upper().split())]
-    known = rows and not words & _UNKNOWN_VARIANTS
-    tflops = rows[0].get(precision) if known else None
+    tflops = rows[0].get(precision) if rows and not words & _UNKNOWN_VARIANTS else None
     return tflops and tflops * 1e12
 
 
@@ -84,14 +84,12 @@ _ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "fla
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Counts two matrix products over all pairs of positions. Shapes are (batch, heads, time, size)."""
-    batch, heads, queries, size = query
-    return 2 * batch * heads * queries * key[-2] * (size + value[-1])
+    return 2 * prod(query[:3]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Counts five matrix products: the scores again, and the gradients of scores, queries, keys and values."""
-    batch, heads, queries, size = query
-    return 2 * batch * heads * queries * key[-2] * (3 * size + 2 * value[-1])
+    return 2 * prod(query[:3]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def count_forward_flops(forward: Callable[[], object]) -> int | None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.observe.console import Console
-from shoal.observe.loggers import Loggers, open_loggers
+from shoal.observe.loggers import Loggers, RetryingFile, open_loggers
 from shoal.observe.profiler import Profiler
-from shoal.observe.retrying_file import RetryingFile
 from shoal.training.loaders import Loaders
 from shoal.training.meter import Meter
 from shoal.training.resume import Progress

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from torch import Tensor
 
 from shoal.config import Run, derive_batches
@@ -117,3 +119,18 @@ def _choose(
             raise UserError(f"--strategies {name}: {reason}")
         chosen.append(row)
     return chosen
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """Prints a title and one line for each check; failed checks are red on a terminal."""
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    result = "same training as on one device" if verdict.passed else "NOT the same training as on one device"
+    own_layout = f" (this config's own layout: {verdict.own_layout})" if verdict.own_layout else ""
+    console.print(f"{verdict.layout} on {verdict.procs} process{'es' * (verdict.procs > 1)}: {result}{own_layout}")
+    for check in verdict.checks:
+        result, style = ("ok", None) if check.passed else ("FAILED", "red")
+        console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
+    if verdict.mixing and not verdict.passed:
+        console.print(
+            f"these modules mix the samples of a batch, so layouts cannot compute the same: {', '.join(verdict.mixing)}"
+        )

@@ -79,7 +79,7 @@ class _Tracer:
     def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
         self._prepare(SGD_TRAINING)
         trace = self.trace
-        trace.start = self._weights()
+        trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
@@ -88,17 +88,17 @@ class _Tracer:
             for step, micro_batches in enumerate(islice(batches, steps)):
                 loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
                 if step == 0:
-                    trace.gradients = self._gradients()
+                    trace.gradients = _whole(self.strategy.gradients(self.model))
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
-            trace.sgd_weights = self._weights()
+            trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             if shared is not None:
                 self.session.load_state(TrainState(shared, {}))
             self._forward_backward(next(batches), steps)
-            trace.later_gradients = self._gradients()
+            trace.later_gradients = _whole(self.strategy.gradients(self.model))
 
     def train_with_adamw(self, steps: int) -> None:
         self._prepare({})
@@ -106,7 +106,7 @@ class _Tracer:
             for step, micro_batches in enumerate(islice(loader, steps)):
                 self._forward_backward(micro_batches, step)
                 self.strategy.step(self.optimizer, MAX_NORM)
-        self.trace.adamw_weights = self._weights()
+        self.trace.adamw_weights = _whole(self.session.state().model)
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
@@ -133,12 +133,6 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return _whole(self.session.state().model)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return _whole(self.strategy.gradients(self.model))
 
 
 def _no_dropout(model: nn.Module) -> None:
