@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.checkpoint.peers import Peers
 from shoal.strategies import DistributedStrategy
 from shoal.tensors import local_part
 from shoal.types import MicroBatch, Objective
@@ -37,10 +37,7 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         if not found:
             gradients = strategy.gradients(model) if watches_backward else {}
             found = [f"the gradient of {name}" for name, g in gradients.items() if not local_part(g).isfinite().all()]
-        by_rank: list[list[str]] = [found]
-        if strategy.world_size > 1:
-            by_rank = [[] for _ in range(strategy.world_size)]
-            dist.all_gather_object(by_rank, found)
+        by_rank = Peers().all_gather(found)
     finally:
         for hook in hooks:
             hook.remove()

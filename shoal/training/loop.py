@@ -52,10 +52,7 @@ class Body(Protocol):
     preview: str | None
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
-        """Updates the model."""
-
-    def first_step_taken(self, shell: Shell) -> None:
-        """Is called after the first step of this process, to show what is in force."""
+        """Updates the model. The first step of this process also shows what is in force."""
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         """Returns the metrics of an evaluation; None if it was cut short."""
@@ -109,9 +106,7 @@ class Shell:
                 self.step += 1
                 self.observers.meter.add(output, info)
                 advance(self.step)
-                if self.step == self.first_step + 1:
-                    body.first_step_taken(self)
-                    watchdog.started = True
+                watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
                 if self._due(training.eval_steps):

@@ -39,18 +39,17 @@ class Meter:
     def read(self, loader: Loader) -> dict[str, float]:
         """Returns loss and norm of the last step, and rates since the clock was last restarted; restarts the clock."""
         output, info = self._steps[-1]
-        loss, norm = output.loss.item(), info.grad_norm.item()
         self._settle()
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        samples_per_second = (loader.position - self._position) / seconds
         metrics = {
-            "train/loss": loss,
-            "train/grad_norm": norm,
+            "train/loss": output.loss.item(),
+            "train/grad_norm": info.grad_norm.item(),
             "train/skipped_steps": self._skipped_steps,
             f"train/{self._unit}_per_second": self._counted / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
         }
         if self.flops_per_sample and self._peak_flops:
+            samples_per_second = (loader.position - self._position) / seconds
             metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
         self.restart_clock(loader)
         return metrics

@@ -36,8 +36,6 @@ SECTIONS = {
 class Report:
     """Watches the first step, and describes the run afterwards."""
 
-    flops_per_sample: float | None = None
-
     def __init__(self, shell: Shell):
         self.shell, self.engaged = shell, shell.strategy.engaged
         self.training = shell.config.training

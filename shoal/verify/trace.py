@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
@@ -147,12 +147,8 @@ def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
     Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
     """
     parts = {name: (t.shape, local_slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
-    if not dist.is_initialized():
-        return {name: part for name, (_, _, part) in parts.items()}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
     whole: dict[str, Tensor] = {}
-    for rank in gathered:
+    for rank in Peers().all_gather(parts):
         for name, (shape, place, part) in rank.items():
             whole.setdefault(name, torch.empty(shape, dtype=part.dtype))[tuple(place)] = part
     return whole

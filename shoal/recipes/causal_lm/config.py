@@ -40,9 +40,9 @@ class CausalLMConfig(BaseModel):
     @model_validator(mode="after")
     def _check_name_or_config(self) -> CausalLMConfig:
         if (self.name is None) == (self.config is None):
-            both = "both are given" if self.name else "both are missing"
             raise UserError(
-                f"model.name and model.config: {both}; give a name (weights to start from) or a config (from scratch)"
+                f"model.name and model.config: both are {'given' if self.name else 'missing'}; give a name (weights to "
+                "start from) or a config (from scratch)"
             )
         if self.config is not None:
             for key in ("revision", "trust_remote_code"):
@@ -114,9 +114,8 @@ def make_config(keys: dict[str, Any]) -> Any:
 
 def one_line(error: Exception) -> str:
     """Returns the message of an error as one short line."""
-    text = " ".join(str(error).split())
     # Of "Validation error for field 'x': TypeError: Field 'x' expected …" only the end is needed.
-    return re.sub(r"^.*?\b(?:Type|Value)Error: ", "", text)[:300]
+    return re.sub(r"^.*?\b(?:Type|Value)Error: ", "", " ".join(str(error).split()))[:300]
 
 
 def fetch_folder(name: str, revision: str | None, with_code: bool, local_only: bool = False) -> Path:
