@@ -204,8 +204,7 @@ class TensorBoardLogger:
         self._write(resume_step + 1 if resume_step else 0, session_log={"status": "START"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
-        self._write(step, summary={"value": values})
+        self._write(step, summary={"value": [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]})
 
     def text(self, step: int, tag: str, text: str) -> None:
         from torch.utils.tensorboard.summary import text as summary_of

@@ -22,7 +22,7 @@ from shoal.processes.desync import check_samples
 from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.loaders import Loaders
-from shoal.training.observers import Observers
+from shoal.training.observers import FOR_FILES_ALONE, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -204,7 +204,10 @@ class Shell:
 
     def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
         self.metrics |= metrics
-        self.observers.publish(self.step, metrics, in_files)
+        if in_files:
+            self.observers.loggers.log(self.step, metrics)
+        short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
+        self.observers.console.metrics(self.step, short)
 
     def _finish(self, body: Body) -> Outcome:
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):

@@ -47,11 +47,6 @@ class Observers:
     loggers: Loggers
     console: Console
 
-    def publish(self, step: int, metrics: dict[str, float], in_files: bool = True) -> None:
-        if in_files:
-            self.loggers.log(step, metrics)
-        self.console.metrics(step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
-
 
 def open_observers(
     run: Run, session: Session, loaders: Loaders, progress: Progress, evaluates_again: bool, resources: ExitStack

@@ -93,8 +93,7 @@ def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], b
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
     """Returns a hint if all gradients are wrong by the same factor, a typical mistake that Adam would hide."""
     scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(_norm(expected) ** 2, 1e-30)
-    rest = _norm({key: got[key] - scale * expected[key] for key in expected})
-    if rest > 1e-4 * _norm(got):
+    if _norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * _norm(got):
         return ""
     return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
 

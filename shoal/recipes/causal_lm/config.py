@@ -105,9 +105,8 @@ def _check_keys(keys: dict[str, Any]) -> None:
 
 def make_config(keys: dict[str, Any]) -> Any:
     """Returns the transformers configuration that these keys make. Raises UserError if a value is refused."""
-    values = {key: value for key, value in keys.items() if key != "model_type"}
     try:
-        return _config_class(keys["model_type"])(**values)
+        return _config_class(keys["model_type"])(**{key: keys[key] for key in keys if key != "model_type"})
     except Exception as error:  # the validators of transformers raise many kinds
         raise UserError(f"model.config: {one_line(error)}") from error
 
