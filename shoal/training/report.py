@@ -171,8 +171,13 @@ class Report:
 
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
-        read = f"read from {len(weights.files)} files"
-        origin, key = {"init": "drawn by name", "files": read, "built": "as built"}[weights.kind], "experiment.seed"
+        origins = {
+            "init": "drawn by name",
+            "files": f"read from {len(weights.files)} files",
+            "built": "as built",
+            "empty": "left empty: memory without values, for planning only",
+        }
+        origin, key = origins[weights.kind], "experiment.seed"
         if source := self.shell.checkpoints.progress.weights_from:
             origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         held = "this process held the whole model once" if weights.kind == "built" else ""
