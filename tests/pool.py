@@ -178,7 +178,7 @@ class Pool:
             }
             self._send(Call(self._calls, work, init, environment, list(sys.path), str(Path.cwd())))
             results = self._replies(timeout)
-            # Workers are reset after all have returned: a rank that left early would break the last collective of others.
+            # Workers are reset after all have returned: a rank that left early would break the collective of another.
             self._send(None)
             self._replies(timeout)
         except BaseException:  # a failure, Ctrl-C or pytest's timeout: other ranks may wait in a collective for ever
@@ -225,7 +225,7 @@ class Pool:
                 worker.connection.send_bytes(data)
 
     def _replies(self, timeout: float) -> list[bytes]:
-        """Waits for the replies of all workers and returns their pickled results; raises WorkerFailure if one failed."""
+        """Returns the pickled results of all workers, or raises WorkerFailure if one failed or did not reply in time."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         replies: dict[int, Reply] = {}

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.tensors import map_tensors
-
 # Dense TFLOP/s as the manufacturers state them (without sparsity; consumer cards with fp32 accumulation). Only the row
 # of the H200 was checked against a datasheet. The first row whose words are all in the device's name applies.
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -93,7 +91,7 @@ def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *
 
 
 def count_forward_flops(forward: Callable[[], object]) -> int | None:
-    """Returns the FLOPs of calling a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
+    """Returns the FLOPs of calling a model on meta (`copy_on_meta`) with inputs on meta.
 
     Returns None if the model cannot run on shapes alone, for example because its control flow depends on values.
     """
@@ -103,8 +101,3 @@ def count_forward_flops(forward: Callable[[], object]) -> int | None:
     except Exception:  # kernels of other libraries may raise anything on meta
         return None
     return counter.get_total_flops()
-
-
-def tree_to_meta(tree: Any) -> Any:
-    """Returns the same nesting of dicts, lists and tuples with all tensors on the meta device."""
-    return map_tensors(lambda tensor: tensor.to("meta"), tree)

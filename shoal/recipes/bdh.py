@@ -34,8 +34,7 @@ class BDHRecipe(TextRecipe):
         return {"tokens": batch["input_ids"]}
 
     def loss(self, output: tuple[Tensor, None], batch: dict[str, Tensor]) -> Tensor:
-        logits, _ = output
-        return token_loss(logits, batch["labels"])
+        return token_loss(output[0], batch["labels"])
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return ParallelPlan(

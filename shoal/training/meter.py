@@ -9,9 +9,10 @@ from torch import nn
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
-from shoal.observe.flops import count_forward_flops, peak_flops, tree_to_meta
+from shoal.observe.flops import count_forward_flops, peak_flops
 from shoal.strategies import DistributedStrategy
 from shoal.strategies.contract import prepare_batch
+from shoal.tensors import map_tensors
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
@@ -85,6 +86,7 @@ def flops_per_sample(
     """
     if meta_model is None:
         return None
-    batch = tree_to_meta(prepare_batch(micro, recipe, seed, device))  # the whole batch, also if ranks share sequences
+    # The whole batch, also if ranks share sequences.
+    batch = map_tensors(lambda tensor: tensor.to("meta"), prepare_batch(micro, recipe, seed, device))
     forward = count_forward_flops(lambda: meta_model(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

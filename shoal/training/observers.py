@@ -55,8 +55,7 @@ def open_observers(
     config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
     logging, step = config.logging, progress.step
     meter = Meter(strategy, session.recipe.unit, config.training, loaders.train, progress.skipped_steps)
-    speaks = strategy.is_main_process
-    loggers = Loggers()
+    speaks, loggers = strategy.is_main_process, Loggers()
     if speaks:
         loggers = open_loggers(logging, folder, config.experiment.name, run.tree(), step, evaluates_again)
     resources.enter_context(closing(loggers))

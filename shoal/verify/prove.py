@@ -113,8 +113,7 @@ def _choose(
     for name in names:
         if name not in (*LAYOUTS, OWN):
             raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN))}")
-        row = own if name == OWN else LAYOUTS[name]
-        reason = why_own_missing if name == OWN else why_not(run, LAYOUTS[name], procs)
+        row, reason = (own, why_own_missing) if name == OWN else (LAYOUTS[name], why_not(run, LAYOUTS[name], procs))
         if row is None or reason:
             raise UserError(f"--strategies {name}: {reason}")
         chosen.append(row)
