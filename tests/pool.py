@@ -225,7 +225,7 @@ class Pool:
                 worker.connection.send_bytes(data)
 
     def _replies(self, timeout: float) -> list[bytes]:
-        """Returns the pickled results of all workers, or raises WorkerFailure if one failed or did not reply in time."""
+        """Returns the pickled results of all workers; raises WorkerFailure if one failed or did not reply in time."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         replies: dict[int, Reply] = {}
