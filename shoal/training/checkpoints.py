@@ -9,12 +9,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
-from shoal.training.resume import Progress, load_best, restore
+from shoal.training.resume import Progress, load_checkpoint, restore
 from shoal.training.session import Session
 
 _PER_TENSOR_BYTES = 1000
@@ -96,8 +96,22 @@ class Checkpoints:
             self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
-        """Returns the best step and its value; loads its weights if asked to and they are not in the model already."""
-        best = next(iter(self.manager.best()), None)
-        if load and best and best[0] != current_step:
-            best = load_best(self.session, self.manager, self.base, self._warn)
-        return best
+        """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
+
+        Of weights that are to be loaded, a damaged checkpoint is passed over.
+        """
+        for step, value in self.manager.best():
+            if not load or step == current_step:
+                return step, value
+            damage = ""
+            try:
+                checkpoint = open_checkpoint(self.manager.path_of(step))
+                state = checkpoint.checked_state(self.session.strategy.held())
+            except DamagedCheckpoint as error:
+                damage = str(error)
+            if not self.session.strategy.any_rank(bool(damage)):
+                load_checkpoint(self.session, checkpoint, state, self.base)
+                return step, value
+            where = damage or "on another rank"
+            self._warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
+        return None

@@ -72,7 +72,7 @@ def restore(
             manager.mark_damaged(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
-        load(session, checkpoint, state, base)
+        load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)
         manager.leave_damage_notes()
@@ -96,7 +96,7 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def load(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
+def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
     """Loads a checkpoint that every rank has checked, with the frozen weights that it refers to."""
     if checkpoint.base:
         state.model.update(base.check(checkpoint, session.state().model))
@@ -121,25 +121,6 @@ def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[
         session.load_state(TrainState(weights, {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
-
-
-def load_best(
-    session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
-) -> tuple[int, float] | None:
-    """Loads the best checkpoint that can be read; returns its step and value, or None if there is none."""
-    for step, value in manager.best():
-        damage = ""
-        try:
-            checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_state(session.strategy.held())
-        except DamagedCheckpoint as error:
-            damage = str(error)
-        if session.strategy.any_rank(bool(damage)):
-            warn(f"the best checkpoint, of step {step}, is damaged and passed over: {damage or 'on another rank'}")
-            continue
-        load(session, checkpoint, state, base)
-        return step, value
-    return None
 
 
 def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:
