@@ -63,6 +63,5 @@ def open_observers(
     log = None
     if speaks and strategy.world_size > 1:  # the other ranks write all of their output to their own log
         log = resources.enter_context(closing(RetryingFile(folder / "logs" / "rank_0.log")))
-    mode = logging.console if speaks else "off"
-    console = resources.enter_context(Console(mode, step, loaders.total_steps, copy=log))
-    return Observers(meter, profiler, loggers, console)
+    console = Console(logging.console if speaks else "off", step, loaders.total_steps, copy=log)
+    return Observers(meter, profiler, loggers, resources.enter_context(console))
