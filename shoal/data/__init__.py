@@ -2,7 +2,7 @@
 
 from shoal.data.loader import Loader
 from shoal.data.order import BatchSchedule, micro_batch_slices, permute, samples_at
-from shoal.data.reader import OrderedStream, ShardedStream
+from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.data.text import TextDataset, TokenWindows, open_text, prepare_text
 from shoal.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 

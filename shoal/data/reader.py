@@ -1,9 +1,4 @@
-"""Reads one rank's samples of each step, from a dataset with a length or from a stream.
-
-The position in a stream is the number of samples that all ranks together have consumed, as with any dataset, so a run
-can be resumed on another number of ranks. The epoch of a sample is always 0 and its id is its global position. A stream
-shuffles itself, if it wants to.
-"""
+"""Reads one rank's samples of each step, from a dataset with a length or from a stream."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ import numpy as np
 import torch
 
 from shoal.data.order import SampleKey, micro_batch_slices, samples_at
+from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.errors import UserError
 from shoal.seeding import mix
 
@@ -31,30 +27,6 @@ class MapDataset(Protocol):
 
     def __getitem__(self, index: int) -> Any:
         """Returns one sample."""
-
-
-@runtime_checkable
-class OrderedStream(Protocol):
-    """A stream with one global order. Every rank reads all of it and keeps only its own samples.
-
-    The stream may end; the run then ends too.
-    """
-
-    def open(self, start: int) -> Iterator[Any]:
-        """Returns the samples from global position `start` on."""
-
-
-@runtime_checkable
-class ShardedStream(Protocol):
-    """A stream of endless shards, read in turn: global position p is item p // num_shards of shard p % num_shards.
-
-    A rank opens only its own shards, so `num_shards` must be a multiple of the data-parallel size.
-    """
-
-    num_shards: int
-
-    def open(self, shard: int, offset: int) -> Iterator[Any]:
-        """Returns the samples of one shard from item `offset` on; the iterator must not end."""
 
 
 Dataset = MapDataset | OrderedStream | ShardedStream

@@ -20,7 +20,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
-from shoal.training.optimizers import SCHEDULING
+from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
 

@@ -22,10 +22,11 @@ from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loade
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.observers import Warnings, open_observers
-from shoal.training.optimizers import build_schedule, say_jump, set_learning_rate
+from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder
 from shoal.training.report import Report
 from shoal.training.resume import Progress
+from shoal.training.schedules import build_schedule, say_jump
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
 from shoal.types import MicroBatch, StepInfo, StepOutput

@@ -24,7 +24,8 @@ from shoal.recipes import Recipe
 from shoal.strategies import SingleStrategy
 from shoal.training import train
 from shoal.training.meter import Meter
-from shoal.training.optimizers import build_optimizer, build_schedule
+from shoal.training.optimizers import build_optimizer
+from shoal.training.schedules import build_schedule
 from shoal.types import MicroBatch, ParallelPlan
 
 
