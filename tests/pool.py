@@ -1,4 +1,4 @@
-"""Worker processes that live across tests, so that a distributed test costs tenths of a second.
+"""A pool of worker processes that is reused by all tests, so that a distributed test takes tenths of a second.
 
     def mean_rank(scale):  # top-level: the workers import it by name
         total = torch.tensor(float(dist.get_rank()))
@@ -8,8 +8,8 @@
     def test_mean(pool2):
         assert pool2.run(mean_rank, 10) == [5, 5]
 
-Every run has a process group of its own and the caller's environment, folder and `sys.path`. A rank that
-raises, hangs or dies costs that run: it raises `WorkerFailure` and the next run starts new workers.
+Every run has a process group of its own and the caller's environment, folder and `sys.path`. If a rank raises, hangs or
+dies, that run raises `WorkerFailure`, and the next run starts new workers.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ import torch.distributed as dist
 from garbage import keep_imports_frozen
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_SECONDS = 300  # a busy machine must not end a run
-GRACE_SECONDS = 1.0  # after a failure, for the other ranks to report theirs
-STACK_SECONDS = 30  # for all ranks to write their stacks
-TAIL_CHARACTERS = 4000  # of each worker's output in a failure
+PATIENCE_SECONDS = 300  # long enough that a run does not time out on a busy machine
+GRACE_SECONDS = 1.0  # the time that other ranks have to report their errors after a first one
+STACK_SECONDS = 30  # the time that all ranks have to write their stacks
+TAIL_CHARACTERS = 4000  # how much of each worker's output a failure shows
 STACK_SIGNAL = signal.SIGPROF  # unlike SIGUSR1 and SIGTERM, nothing under test handles it
-OWN_FRAMES = re.compile(
-    rf'(Thread .*\n)?  File "{re.escape(__file__)}", line \d+ in (_work|_end_with_pytest)\n(  File .*\n)*\n?'
+POOL_FRAMES = re.compile(
+    rf'(Thread .*\n)?  File "{re.escape(__file__)}", line \d+ in (_worker_main|_end_with_pytest)\n(  File .*\n)*\n?'
 )
+"""The frames of the pool itself, which are left out of the stacks that a failure shows."""
 
 # A fork server: forking pytest itself would copy its threads' locks, and spawning imports torch once per worker.
 CONTEXT = mp.get_context("forkserver")
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
-# What only some sessions use: preloaded if its package was imported before the workers start.
+# Modules that only some test sessions use. They are preloaded if their package was imported before the workers start.
 PRELOAD_IF_IMPORTED = ["pytest", "hypothesis", "shoal.training", "shoal.verify", "transformers.modeling_utils"]
 
 
@@ -69,10 +70,10 @@ class WorkerFailure(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One run as the workers receive it."""
+    """A function call that is sent to all workers."""
 
     number: int
-    work: bytes  # (function, args, kwargs), to be opened once `sys.path` is the caller's
+    pickled_work: bytes  # (function, args, kwargs); it is unpickled after `sys.path` is set to the caller's
     init: bool
     environment: dict[str, str]
     path: list[str]
@@ -81,43 +82,53 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a call in one worker: a pickled result, or an error."""
+    """The outcome of a call in one worker: a pickled result, or an error."""
 
     result: bytes = b""
     error: str = ""
     trace: str = ""
-    failed_at: float = 0.0  # by `time.monotonic`, one clock for all processes of a machine
+    failed_at: float = 0.0  # from `time.monotonic`, which all processes of a machine share
 
 
 @dataclass(frozen=True)
 class Worker:
+    """A worker process, the connection to it, and the files with its output and its stacks."""
+
     process: Any
     connection: Connection
     log: Path
     stack: Path
 
     def reply(self) -> Reply | None:
-        died = not self.process.is_alive()  # asked first: a worker that replies and then dies has replied
+        """Returns the worker's reply, or an error if the worker died, or None if it is still busy."""
+        died = not self.process.is_alive()  # checked before the connection: a worker may reply and then die
         try:
             if self.connection.poll():
                 return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join(GRACE_SECONDS)
             died = True
-        # Failed at 0, before any error: peers see a death as a lost connection, often before the pool sees it.
+        # `failed_at` is 0, so that a death counts as the first failure: other ranks often see the lost connection, and
+        # raise, before the pool sees the death.
         return Reply(error=f"died (exit code {self.process.exitcode})") if died else None
 
     def kill(self) -> None:
+        """Kills the worker and the processes that it started."""
         self.process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it started itself, such as data loader workers
+            os.killpg(self.process.pid, signal.SIGKILL)  # its children, such as data loader workers
         self.process.join()
         self.connection.close()
 
 
 class Pool:
+    """`size` worker processes that run functions together. They are started by the first run.
+
+    Modules that were imported from inside the folder `scratch` are removed from `sys.modules` after each run, because
+    another test may write other modules with the same names.
+    """
+
     def __init__(self, size: int, scratch: Path | None = None):
-        """Modules imported from below `scratch` are forgotten after each run: another test may rewrite them."""
         self.size = size
         self.scratch = scratch
         self.workers: list[Worker] = []
@@ -139,9 +150,10 @@ class Pool:
         init: bool = True,
         **kwargs: Any,
     ):
-        """The results of `function(*args, **kwargs)`, by rank, after every rank has returned.
+        """Runs `function(*args, **kwargs)` on every rank and returns the results, ordered by rank.
 
-        With `init=False` the function makes its own process group; `env://` finds a free port in the environment.
+        With `init=False` the function makes its own process group; the environment has the variables for `env://`, with
+        a free port.
         """
         __tracebackhide__ = True
         try:
@@ -166,10 +178,10 @@ class Pool:
             }
             self._send(Call(self._calls, work, init, environment, list(sys.path), str(Path.cwd())))
             results = self._replies(timeout)
-            # Only when all have returned: a rank that left early would break its peers' last collective.
+            # Workers are reset after all have returned: a rank that left early would break the collective of another.
             self._send(None)
             self._replies(timeout)
-        except BaseException:  # a failure, Ctrl-C or pytest's own timeout: peers may sit in a collective for ever
+        except BaseException:  # a failure, Ctrl-C or pytest's timeout: other ranks may wait in a collective for ever
             self.close()
             raise
         return [pickle.loads(result) for result in results]
@@ -194,25 +206,26 @@ class Pool:
             log, stack = (Path(self._logs, f"rank{rank}.{kind}") for kind in ("log", "stack"))
             log.touch()
             stack.touch()
-            ours, theirs = CONTEXT.Pipe()
+            pool_end, worker_end = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_work,
-                args=(rank, self.size, theirs, self._store.port, log, stack, self.scratch),
+                target=_worker_main,
+                args=(rank, self.size, worker_end, self._store.port, log, stack, self.scratch),
                 name=f"rank{rank}",
-                daemon=False,  # a daemon may not have children, so no data loader workers
+                daemon=False,  # a daemon may not have children, such as data loader workers
             )
             process.start()
-            self.workers.append(Worker(process, ours, log, stack))
-            theirs.close()
+            self.workers.append(Worker(process, pool_end, log, stack))
+            worker_end.close()
         self._replies(PATIENCE_SECONDS)
 
     def _send(self, message: Call | None) -> None:
         data = pickle.dumps(message)
         for worker in self.workers:
-            with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, among the replies
+            with contextlib.suppress(BrokenPipeError):  # `_replies` reports a dead worker
                 worker.connection.send_bytes(data)
 
     def _replies(self, timeout: float) -> list[bytes]:
+        """Returns the pickled results of all workers; raises WorkerFailure if one failed or did not reply in time."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         replies: dict[int, Reply] = {}
@@ -231,22 +244,23 @@ class Pool:
             raise self._failure(waiting[0], f"rank {ranks} of {self.size} did not finish in {timeout:g} s", replies)
         return [replies[rank].result for rank in range(self.size)]
 
-    def _failure(self, first: int, what: str, replies: dict[int, Reply]) -> WorkerFailure:
+    def _failure(self, first: int, headline: str, replies: dict[int, Reply]) -> WorkerFailure:
+        """Returns an exception that shows the stacks and the output of all workers."""
         alive = [worker for worker in self.workers if worker.process.is_alive()]
         for worker in alive:
             os.kill(worker.process.pid, STACK_SIGNAL)
         deadline, sizes = time.monotonic() + STACK_SECONDS, [0]
         while time.monotonic() < deadline:
             before, sizes = sizes, [worker.stack.stat().st_size for worker in alive]
-            if all(sizes) and sizes == before:  # the stacks are there, from the first line to the last
+            if all(sizes) and sizes == before:  # all stacks are complete
                 break
             time.sleep(0.05)
-        report = what.rstrip()
+        report = headline.rstrip()
         for rank, worker in enumerate(self.workers):
             reply = replies.get(rank)
             report += f"\n---- rank {rank}: {(reply.error or 'returned') if reply else 'still running'}\n"
             report += reply.trace if reply and rank != first else ""
-            report += OWN_FRAMES.sub("", worker.stack.read_text()).rstrip() or "no stack"
+            report += POOL_FRAMES.sub("", worker.stack.read_text()).rstrip() or "no stack"
             if output := worker.log.read_text(errors="replace").rstrip():
                 report += f"\noutput of rank {rank}:\n{output[-TAIL_CHARACTERS:]}"
         return WorkerFailure(first, report)
@@ -258,9 +272,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(rank: int, size: int, connection: Connection, port: int, log: Path, stack: Path, scratch: Path | None):
-    """A worker's life: a call, a reply; `None` ends a run."""
-    os.setsid()  # Ctrl-C is for pytest alone, and one signal reaches all that this worker starts
+def _worker_main(
+    rank: int, size: int, connection: Connection, port: int, log: Path, stack: Path, scratch: Path | None
+) -> None:
+    """Answers calls until pytest ends. The message `None` says that a run is over and resets the worker."""
+    os.setsid()  # so that Ctrl-C reaches pytest alone, and one signal reaches all processes that this worker starts
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     with log.open("ab", buffering=0) as output:
         os.dup2(output.fileno(), 1)
@@ -285,20 +301,24 @@ def _work(rank: int, size: int, connection: Connection, port: int, log: Path, st
 
 
 def _end_with_pytest() -> None:
-    """Also from inside a collective: the pipe closes however pytest ends. PR_SET_PDEATHSIG cannot serve: the parent
-    here is the fork server, which lives as long as any worker does."""
+    """Kills this worker and its children when pytest ends, also while the worker waits in a collective.
+
+    The sentinel is a pipe that closes however pytest ends. PR_SET_PDEATHSIG would not work: the parent of a worker is
+    the fork server, which lives as long as any worker does.
+    """
     os.read(mp.parent_process().sentinel, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def _execute(call: Call, rank: int, size: int, store: dist.Store) -> bytes:
+    """Runs a call in the caller's folder and environment, and returns its pickled result."""
     os.ftruncate(1, 0)
     os.chdir(call.folder)
     os.environ.clear()
     os.environ.update(call.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.path[:] = call.path
     importlib.invalidate_caches()
-    function, args, kwargs = pickle.loads(call.work)
+    function, args, kwargs = pickle.loads(call.pickled_work)
     if call.init:
         prefixed = dist.PrefixStore(f"run{call.number}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
@@ -306,12 +326,13 @@ def _execute(call: Call, rank: int, size: int, store: dist.Store) -> bytes:
 
 
 def _reset(scratch: Path | None) -> bytes:
-    """Leaves nothing of a run for the next."""
+    """Resets the state of this process that a run may have changed, so that the next run starts as in a new process."""
     from torch.distributed.tensor import debug  # slow to import, and only workers need it
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor remembers results by layout, with a mesh whose groups it finds by name: names of an earlier run.
+    # DTensor caches results by layout; these contain a mesh that finds its groups by the names that they had in the
+    # earlier run.
     debug._clear_python_sharding_prop_cache()
     debug._clear_fast_path_sharding_prop_cache()
     torch.manual_seed(0)
@@ -323,9 +344,9 @@ def _reset(scratch: Path | None) -> bytes:
     torch.set_grad_enabled(True)
     torch.compiler.reset()
     if scratch:
-        below = f"{scratch}{os.sep}"
+        prefix = f"{scratch}{os.sep}"
         for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(below):
+            if (getattr(module, "__file__", None) or "").startswith(prefix):
                 del sys.modules[name]
     keep_imports_frozen()
     return b""

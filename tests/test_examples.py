@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_SECONDS
 from launch.launched import free_port
-from verify.runs import failed, on
+from verify.runs import failed, runner_on
 
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -292,7 +292,7 @@ def test_the_model_of_the_mesh_page_is_cut_as_its_plan_says(pool2, tmp_path, mon
     (tmp_path / "counting.py").write_text(source)
     (tmp_path / "run.yaml").write_text(config)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for verdict in prove(load_run(tmp_path / "run.yaml"), 2, ["tp", "tp_sp", "pp"], 2, runner=on(pool2)):
+    for verdict in prove(load_run(tmp_path / "run.yaml"), 2, ["tp", "tp_sp", "pp"], 2, runner=runner_on(pool2)):
         assert verdict.checks, verdict
         assert failed(verdict) == {}, verdict.layout
 

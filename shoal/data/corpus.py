@@ -53,9 +53,8 @@ def load_corpora(config: TextDataset) -> tuple[Corpus, Corpus | None]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    relative_paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = [path for path in relative_paths if _SKIPPED_FOLDERS.isdisjoint(path.parts)]
-    return [root / path for path in sorted(kept, key=Path.as_posix)]
+    paths = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
+    return [root / path for path in paths if _SKIPPED_FOLDERS.isdisjoint(path.parts)]
 
 
 def _list_files(patterns: list[str]) -> list[Path]:
@@ -81,9 +80,10 @@ def _list_files(patterns: list[str]) -> list[Path]:
 
 def _load_hugging_face(config: TextDataset) -> tuple[Corpus, Corpus | None]:
     local = Path(config.name).expanduser()
-    subset = config.config or _DEFAULT_CONFIGS.get(config.name)
     with hub("dataset.name", config.name, "datasets", local=local.is_dir()) as datasets:
-        builder = datasets.load_dataset_builder(str(local) if local.is_dir() else config.name, subset)
+        builder = datasets.load_dataset_builder(
+            str(local) if local.is_dir() else config.name, config.config or _DEFAULT_CONFIGS.get(config.name)
+        )
         builder.download_and_prepare()
         train = _load_split(builder, config.split, config.text_column)
         held_out = "validation" in builder.info.splits and "validation" not in config.split and config.eval_fraction > 0
@@ -100,6 +100,5 @@ def _load_split(builder: Any, split: str, column: str) -> Corpus:
         raise UserError(
             f"dataset.text_column = {column!r}: this is not a text column; use one of {', '.join(columns) or 'none'}"
         )
-    files = [Path(file["filename"]) for file in data.cache_files]
     rows = (row[column] for row in data.select_columns(column))
-    return Corpus(files, f"{split}/{column}", filter(None, rows))
+    return Corpus([Path(file["filename"]) for file in data.cache_files], f"{split}/{column}", filter(None, rows))

@@ -48,10 +48,11 @@ def snapshot(key: str, name: str, revision: str | None, patterns: list[str], *, 
     cannot be reached; then it uses what is cached."""
     with hub(key, name, "huggingface_hub", local=local_only) as huggingface_hub:
         offline = local_only or huggingface_hub.constants.HF_HUB_OFFLINE
-        folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns, local_files_only=offline
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=patterns, local_files_only=offline
+            )
         )
-    return Path(folder)
 
 
 def _hub_answers(url: str) -> bool:

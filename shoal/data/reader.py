@@ -156,8 +156,7 @@ class ShardedReader:
         # num_shards is a multiple of the ranks, so a sample's shard belongs to rank position % ranks.
         first = position + (self._rank - position) % self._size
         keys = [(0, i) for i in range(first, position + step_size, self._size)]
-        num_micro_batches = -(-step_size // (batch_size * self._size))
-        starts = range(0, num_micro_batches * batch_size, batch_size)
+        starts = range(0, -(-step_size // (batch_size * self._size)) * batch_size, batch_size)
         # The filler is the last sample, or else the next one, because a shard is never read backwards.
         return RankStep(step_size, [keys[start : start + batch_size] for start in starts], keys[-1:] or [(0, first)])
 

@@ -126,24 +126,17 @@ def open_text(config: TextDataset) -> tuple[TokenWindows, TokenWindows | None]:
     """Returns the windows for training and for evaluation; prepares the text first if it is not in the cache."""
     if not config.reference().exists():
         prepare_text(config)
-    folder = config.cache_folder()
+    folder, length = config.cache_folder(), config.seq_length
     train_path, *eval_path = [folder / name for name in json.loads(config.reference().read_text())]
-    length = config.seq_length
     interval = round(1 / config.eval_fraction) if config.eval_fraction and not eval_path else None
-    train = TokenWindows(train_path, length, interval)
-    evaluation = None
+    train, evaluation = TokenWindows(train_path, length, interval), None
     if interval or eval_path:
-        evaluation = TokenWindows(
-            eval_path[0] if eval_path else train_path, length, interval, held_out=interval is not None
-        )
+        evaluation = TokenWindows((eval_path or [train_path])[0], length, interval, held_out=interval is not None)
     for windows in (train, evaluation):
         if windows is not None and len(windows) == 0:
-            needed, reason = (
-                (2 * length + 1, " (one window to train, one to evaluate)") if interval else (length + 1, "")
-            )
-            num_tokens = len(windows.tokens)
+            needed = f"{2 * length + 1} tokens (one window to train, one to evaluate)"
             raise UserError(
-                f"dataset.seq_length = {length}: this needs at least {needed} tokens{reason}, but the text has "
-                f"{num_tokens}; use a shorter seq_length or more text"
+                f"dataset.seq_length = {length}: this needs at least {needed if interval else f'{length + 1} tokens'}, "
+                f"but the text has {len(windows.tokens)}; use a shorter seq_length or more text"
             )
     return train, evaluation

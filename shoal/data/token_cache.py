@@ -83,8 +83,9 @@ def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, file: IO[bytes]) -> None
 
 def _write_header(file: IO[bytes], dtype: np.dtype[Any], count: int) -> int:
     """Writes the header of an .npy file and returns the position after it."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    )
     return file.tell()
 
 

@@ -73,6 +73,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(f"dataset.tokenizer = {name!r}: this file does not exist; correct the path")
     with hub("dataset.tokenizer", name, "tokenizers", local=is_local) as tokenizers:
         if is_local:
-            file = path / "tokenizer.json" if path.is_dir() else path
-            return JsonTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+            return JsonTokenizer(
+                tokenizers.Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+            )
         return JsonTokenizer(tokenizers.Tokenizer.from_pretrained(name))

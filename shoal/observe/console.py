@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config.schema import ConsoleMode
-from shoal.observe.retrying_file import RetryingFile
+from shoal.observe.loggers import RetryingFile
 
 _REDRAW_SECONDS = 0.25
 
@@ -98,8 +98,7 @@ class Console(AbstractContextManager["Console"]):
         if self._rate_start is None or self._step == self._rate_start[0]:
             return None
         first_step, start_time = self._rate_start
-        seconds_per_step = (time.perf_counter() - start_time) / (self._step - first_step)
-        return seconds_per_step * (self._total_steps - self._step)
+        return (time.perf_counter() - start_time) / (self._step - first_step) * (self._total_steps - self._step)
 
     def _bar(self) -> RenderableType:
         """Returns one line that fits the terminal: the least important fields are dropped first, and the bar takes the

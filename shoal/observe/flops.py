@@ -6,13 +6,12 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-
-from shoal.tensors import map_tensors
 
 # Dense TFLOP/s as the manufacturers state them (without sparsity; consumer cards with fp32 accumulation). Only the row
 # of the H200 was checked against a datasheet. The first row whose words are all in the device's name applies.
@@ -42,8 +41,7 @@ def peak_flops(device: torch.device | str, precision: str) -> float | None:
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
     rows = [row for name, row in _PEAK_TFLOPS if words.issuperset(name.upper().split())]
-    known = rows and not words & _UNKNOWN_VARIANTS
-    tflops = rows[0].get(precision) if known else None
+    tflops = rows[0].get(precision) if rows and not words & _UNKNOWN_VARIANTS else None
     return tflops and tflops * 1e12
 
 
@@ -84,18 +82,16 @@ _ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "fla
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Counts two matrix products over all pairs of positions. Shapes are (batch, heads, time, size)."""
-    batch, heads, queries, size = query
-    return 2 * batch * heads * queries * key[-2] * (size + value[-1])
+    return 2 * prod(query[:3]) * key[-2] * (query[-1] + value[-1])
 
 
 def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Counts five matrix products: the scores again, and the gradients of scores, queries, keys and values."""
-    batch, heads, queries, size = query
-    return 2 * batch * heads * queries * key[-2] * (3 * size + 2 * value[-1])
+    return 2 * prod(query[:3]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def count_forward_flops(forward: Callable[[], object]) -> int | None:
-    """Returns the FLOPs of calling a model on meta (`copy_on_meta`) with inputs on meta (`tree_to_meta`).
+    """Returns the FLOPs of calling a model on meta (`copy_on_meta`) with inputs on meta.
 
     Returns None if the model cannot run on shapes alone, for example because its control flow depends on values.
     """
@@ -105,8 +101,3 @@ def count_forward_flops(forward: Callable[[], object]) -> int | None:
     except Exception:  # kernels of other libraries may raise anything on meta
         return None
     return counter.get_total_flops()
-
-
-def tree_to_meta(tree: Any) -> Any:
-    """Returns the same nesting of dicts, lists and tuples with all tensors on the meta device."""
-    return map_tensors(lambda tensor: tensor.to("meta"), tree)

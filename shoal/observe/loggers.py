@@ -23,9 +23,40 @@ from typing import Any, Protocol
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError, one_line
-from shoal.observe.retrying_file import RetryingFile
 
 _warnings = logging.getLogger(__name__)
+
+
+class RetryingFile:
+    """A log file to append to that survives a full disk: training must not stop because a line cannot be written.
+
+    What cannot be written stays in memory and is tried again at the next flush.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = bytearray()
+        self._warned = False
+
+    def write(self, data: str | bytes) -> None:
+        """Keeps the data in memory until `flush` is called."""
+        self._unwritten += data.encode() if isinstance(data, str) else data
+
+    def flush(self) -> None:
+        """Writes what is in memory. If that fails, warns once and keeps the rest."""
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                _warnings.warning("%s cannot be written and will be tried again: %s", self.path, error.strerror)
+            self._warned = True
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
 
 
 class Logger(Protocol):
@@ -139,8 +170,9 @@ def _is_kept(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
 
 def _is_repeated(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
     """Returns whether a run that resumes from `resume_step` will write this record again."""
-    is_training = any(name.startswith("train/") for name in names)
-    return step > resume_step or (step == resume_step and evaluates_again and not is_training)
+    if step == resume_step and evaluates_again:
+        return not any(name.startswith("train/") for name in names)
+    return step > resume_step
 
 
 def _replace(path: Path, content: bytes | bytearray) -> None:
@@ -157,7 +189,6 @@ class TensorBoardLogger:
     """Writes event files into `tensorboard/`."""
 
     def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
-        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder = output_dir / "tensorboard"
@@ -168,16 +199,12 @@ class TensorBoardLogger:
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{len(files)}"
         self._records = RecordWriter(RetryingFile(folder / name))
-        # Makes an open TensorBoard drop what it has read from this step on; step 0 drops all of an earlier run.
-        step = resume_step + 1 if resume_step else 0
+        # START makes an open TensorBoard drop what it has read from this step on; step 0 drops all of an earlier run.
         self._write(0, file_version="brain.Event:2")
-        self._write(step, session_log=SessionLog(status=SessionLog.START))
+        self._write(resume_step + 1 if resume_step else 0, session_log={"status": "START"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(step, summary=Summary(value=values))
+        self._write(step, summary={"value": [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]})
 
     def text(self, step: int, tag: str, text: str) -> None:
         from torch.utils.tensorboard.summary import text as summary_of
@@ -239,8 +266,10 @@ class WandbLogger:
                 settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to shoal's console
             )
         except Exception as error:
-            hint = "run `wandb login`, or set logging.wandb.mode=offline"
-            raise UserError(f"logging.wandb.mode = {config.mode}: {one_line(error)}; {hint}") from error
+            raise UserError(
+                f"logging.wandb.mode = {config.mode}: {one_line(error)}; run `wandb login`, or set "
+                "logging.wandb.mode=offline"
+            ) from error
         id_file.write_text(run_id)
         self._html = wandb.Html
         self._first_new_step = self._run.step  # W&B refuses steps it already has
@@ -283,8 +312,10 @@ class MlflowLogger:
                 for start in range(0, len(params), 100):  # MLflow's limit per call
                     client.log_batch(self._run_id, params=params[start : start + 100])
         except Exception as error:
-            hint = "use the address of a server, or of a database that the full mlflow package can open"
-            raise UserError(f"logging.mlflow.tracking_uri = {uri}: {one_line(error)}; {hint}") from error
+            raise UserError(
+                f"logging.mlflow.tracking_uri = {uri}: {one_line(error)}; use the address of a server, or of a "
+                "database that the full mlflow package can open"
+            ) from error
         id_file.write_text(self._run_id)
         self._metric = mlflow.entities.Metric
         self._error: Exception | None = None
@@ -294,8 +325,11 @@ class MlflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        new = {name: value for name, value in metrics.items() if step > self._last_steps.get(name, -1)}
-        batch = [self._metric(name, value, now, step) for name, value in new.items()]
+        batch = [
+            self._metric(name, value, now, step)
+            for name, value in metrics.items()
+            if step > self._last_steps.get(name, -1)
+        ]
         self._enqueue(lambda: self._client.log_batch(self._run_id, metrics=batch))
 
     def text(self, step: int, tag: str, text: str) -> None:

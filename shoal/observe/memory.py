@@ -21,5 +21,4 @@ def memory_gib(device: torch.device | str) -> float:
         return torch.cuda.max_memory_allocated(device) / _GIB
     if (statm := Path("/proc/self/statm")).exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / _GIB

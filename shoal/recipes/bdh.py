@@ -13,7 +13,7 @@ from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
-from shoal.types import ParallelPlan, TensorStyle
+from shoal.types import ParallelPlan
 
 
 class BDHRecipe(TextRecipe):
@@ -34,21 +34,22 @@ class BDHRecipe(TextRecipe):
         return {"tokens": batch["input_ids"]}
 
     def loss(self, output: tuple[Tensor, None], batch: dict[str, Tensor]) -> Tensor:
-        logits, _ = output
-        return token_loss(logits, batch["labels"])
+        return token_loss(output[0], batch["labels"])
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        shared: dict[str, TensorStyle] = {
-            "encoder": 0,
-            "encoder_v": 0,
-            "decoder": 0,
-            "embed": "vocabulary",
-            "lm_head": "vocabulary",
-            "head": "vocabulary",
-            "levels.*.heads": "sum",
-        }
-        blocks = tuple(f"levels.{i}" for i in range(self.config.model.n_layer))
-        return ParallelPlan(blocks=blocks, head="head", tensor=shared)
+        return ParallelPlan(
+            blocks=tuple(f"levels.{i}" for i in range(self.config.model.n_layer)),
+            head="head",
+            tensor={
+                "encoder": 0,
+                "encoder_v": 0,
+                "decoder": 0,
+                "embed": "vocabulary",
+                "lm_head": "vocabulary",
+                "head": "vocabulary",
+                "levels.*.heads": "sum",
+            },
+        )
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         heads, tp = self.config.model.n_head, sizes.get("tp", 1)
@@ -67,6 +68,5 @@ class BDHRecipe(TextRecipe):
     def preview(self, model: nn.Module) -> str:
         """Returns a text that the model generates from the first tokens of the evaluation data."""
         assert isinstance(model, BDH)
-        prompt = self.prompt(model)
-        (tokens,) = model.generate(prompt, max_new_tokens=240, temperature=0.8, top_k=50).tolist()
-        return self.tokenizer.decode(tokens)
+        tokens = model.generate(self.prompt(model), max_new_tokens=240, temperature=0.8, top_k=50)
+        return self.tokenizer.decode(tokens[0].tolist())

@@ -58,8 +58,7 @@ class Recipe:
     def example_batch(self, size: int) -> Any:
         """Returns a batch of the first samples of `train_data`, for planning."""
         loader = Loader(self.train_data(), self.collate, BatchSchedule.constant(size, size), seed=0, shuffle=False)
-        step = next(iter(loader), None)
-        if step is None:
+        if (step := next(iter(loader), None)) is None:
             raise UserError(f"recipe {type(self).__name__}: train_data has no samples")
         return step[0].data
 
@@ -111,9 +110,8 @@ class Recipe:
         decay."""
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         trainable = [p for p in model.parameters() if p.requires_grad]
+        decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
         flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
-        flat_ids = {id(p) for p in flat}
-        decayed = [p for p in trainable if id(p) not in flat_ids]
         # Also if one is empty: every stage of a pipeline must have as many groups as the whole model.
         return [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
 
@@ -163,8 +161,7 @@ def num_samples(batch: Any) -> int:
     """Returns the size of the first dimension of the first tensor in a batch."""
     if isinstance(batch, Tensor):
         return batch.shape[0]
-    values = batch.values() if isinstance(batch, dict) else batch
-    for value in values:
+    for value in batch.values() if isinstance(batch, dict) else batch:
         if isinstance(value, Tensor | dict | list | tuple):
             return num_samples(value)
     raise TypeError(f"a batch of type {type(batch).__name__} has no tensor to count samples by; override Recipe.count")

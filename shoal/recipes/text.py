@@ -49,7 +49,6 @@ class TextRecipe(Recipe):
 
         Offloaded parameters are on another device, so the trainer sets torch's default device to the right one.
         """
-        train, evaluation = self.windows
         device = torch.get_default_device()
         device = next(model.parameters()).device if device.type == "cpu" else device
-        return (evaluation or train)[0]["input_ids"][None, :32].to(device)
+        return (self.eval_data() or self.train_data())[0]["input_ids"][None, :32].to(device)

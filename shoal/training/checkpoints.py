@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
-from shoal.training.resume import Progress, load_best, restore
+from shoal.training.resume import Progress, load_checkpoint, restore
 from shoal.training.session import Session
 
 _PER_TENSOR_BYTES = 1000
@@ -55,10 +56,9 @@ class Checkpoints:
 
     def _expect_bytes(self) -> int:
         """Estimates the size from what the ranks hold; an optimizer that has not stepped yet has nothing to look at."""
-        held, optimizer = self.session.held(), self.session.optimizer
-        stored = [one.nbytes for name, one in held.items() if name not in self.left_out]
-        slots = 2 if "betas" in optimizer.defaults else 1 if optimizer.defaults.get("momentum") else 0
-        trained, _ = self.session.parameter_counts
+        stored = [one.nbytes for name, one in self.session.strategy.held().items() if name not in self.left_out]
+        options, (trained, _) = self.session.optimizer.defaults, self.session.parameter_counts
+        slots = 2 if "betas" in options else 1 if options.get("momentum") else 0
         return sum(stored) + slots * 4 * trained + _PER_TENSOR_BYTES * (1 + slots) * len(stored)
 
     def is_late(self) -> bool:
@@ -78,26 +78,40 @@ class Checkpoints:
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())
-        try:
+        with self._warns_if_unsaved():
             self.manager.save(state, trainer, about | base)
-        except OSError as error:
-            self._warn_of_save(error)
         self.saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
-        try:
+        with self._warns_if_unsaved():
             self.manager.wait()
-        except OSError as error:
-            self._warn_of_save(error)
 
-    def _warn_of_save(self, error: OSError) -> None:
-        failed, good = self.manager.last_attempted_step, self.manager.saved_step
-        self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
+    @contextmanager
+    def _warns_if_unsaved(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            failed, good = self.manager.last_attempted_step, self.manager.saved_step
+            self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
-        """Returns the best step and its value; loads its weights if asked to and they are not in the model already."""
-        best = next(iter(self.manager.best()), None)
-        if load and best and best[0] != current_step:
-            best = load_best(self.session, self.manager, self.base, self._warn)
-        return best
+        """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
+
+        Of weights that are to be loaded, a damaged checkpoint is passed over.
+        """
+        for step, value in self.manager.best():
+            if not load or step == current_step:
+                return step, value
+            damage = ""
+            try:
+                checkpoint = open_checkpoint(self.manager.path_of(step))
+                state = checkpoint.checked_state(self.session.strategy.held())
+            except DamagedCheckpoint as error:
+                damage = str(error)
+            if not self.session.strategy.any_rank(bool(damage)):
+                load_checkpoint(self.session, checkpoint, state, self.base)
+                return step, value
+            where = damage or "on another rank"
+            self._warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
+        return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.checkpoint.peers import Peers
 from shoal.strategies import DistributedStrategy
 from shoal.tensors import local_part
 from shoal.types import MicroBatch, Objective
@@ -38,10 +37,7 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         if not found:
             gradients = strategy.gradients(model) if watches_backward else {}
             found = [f"the gradient of {name}" for name, g in gradients.items() if not local_part(g).isfinite().all()]
-        by_rank: list[list[str]] = [found]
-        if strategy.world_size > 1:
-            by_rank = [[] for _ in range(strategy.world_size)]
-            dist.all_gather_object(by_rank, found)
+        by_rank = Peers().all_gather(found)
     finally:
         for hook in hooks:
             hook.remove()
@@ -58,19 +54,15 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
 
 def _watch(found: list[str], label: str) -> Any:
     def hook(module: nn.Module, before: Any, after: Any) -> None:
-        tensors = _tensors(after if label.startswith("the output") else before)
-        if any(t.is_floating_point() and not t.isfinite().all() for t in tensors):
+        if _has_bad_value(after if label.startswith("the output") else before):
             found.append(label)
 
     return hook
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _has_bad_value(value: Any) -> bool:
+    """Returns whether a tensor in this nesting of dicts, lists and tuples is not finite."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return value.is_floating_point() and not value.isfinite().all()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_bad_value, items))

@@ -74,8 +74,9 @@ def open_loaders(session: Session, config: Config, data: Data, progress: Progres
         limit = len(data.evaluation) if hasattr(data.evaluation, "__len__") else None
         if training.eval_batches:
             limit = min(limit or training.eval_batches * whole, training.eval_batches * whole)
-        batches = BatchSchedule.constant(whole, batch_size)
-        evaluation = session.loader(data.evaluation, batches, end=limit, shuffle=False, **options)
+        evaluation = session.loader(
+            data.evaluation, BatchSchedule.constant(whole, batch_size), end=limit, shuffle=False, **options
+        )
         resources.enter_context(closing(evaluation))
     return Loaders(train, evaluation, count_steps(training, data.epoch_size, progress), data.epoch_size)
 

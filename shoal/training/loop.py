@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from shoal.processes.desync import check_samples
 from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.loaders import Loaders
-from shoal.training.observers import Observers
+from shoal.training.observers import FOR_FILES_ALONE, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -52,10 +52,7 @@ class Body(Protocol):
     preview: str | None
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
-        """Updates the model."""
-
-    def first_step_taken(self, shell: Shell) -> None:
-        """Is called after the first step of this process, to show what is in force."""
+        """Updates the model. The first step of this process also shows what is in force."""
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         """Returns the metrics of an evaluation; None if it was cut short."""
@@ -109,9 +106,7 @@ class Shell:
                 self.step += 1
                 self.observers.meter.add(output, info)
                 advance(self.step)
-                if self.step == self.first_step + 1:
-                    body.first_step_taken(self)
-                    watchdog.started = True
+                watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
                 if self._due(training.eval_steps):
@@ -166,25 +161,26 @@ class Shell:
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size
         # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
-        in_files = self._due(self.config.logging.every) or self.step in (1, self.total_steps)
-        self._publish(metrics, in_files)
+        self._publish(metrics, in_files=self._due(self.config.logging.every) or self.step in (1, self.total_steps))
         skipped, limit = self.observers.meter.skipped_in_a_row, self.config.training.max_skipped_steps
         if skipped >= limit:
             culprit = body.explain_skips(micro_batches)
             self._wait_for_disk()
             last = self.checkpoints.manager.saved_step
-            saved = f"the last checkpoint is of step {last}" if last else "nothing is saved"
             raise UserError(
                 f"the last {skipped} updates were skipped because their gradient was not finite "
-                f"(training.max_skipped_steps = {limit}); {culprit}; {saved}"
+                f"(training.max_skipped_steps = {limit}); {culprit}; "
+                + (f"the last checkpoint is of step {last}" if last else "nothing is saved")
             )
 
     def evaluate(self, body: Body) -> None:
         if self.loaders.evaluation is None:
             return
         self.watchdog.at("evaluation", self.step)
-        evaluation = body.evaluate(self)
-        if evaluation is not None:
+        if (evaluation := body.evaluate(self)) is not None:
+            self._publish(evaluation)
+            if body.preview is not None:
+                self.observers.loggers.text(self.step, "preview", body.preview)
             self._evaluation, self._evaluated_step = evaluation, self.step
             self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
         self.observers.meter.restart_clock(self.loaders.train)
@@ -193,8 +189,11 @@ class Shell:
         """Saves the state; in the background it returns when the state is copied aside."""
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
-        progress: dict[str, Any] = {"step": self.step, "samples": self.loaders.train.position}
-        progress["skipped_steps"] = self.observers.meter.skipped_steps()
+        progress = {
+            "step": self.step,
+            "samples": self.loaders.train.position,
+            "skipped_steps": self.observers.meter.skipped_steps(),
+        }
         self.checkpoints.save(progress, self._evaluation if self._evaluated_step == self.step else None)
         self._save_soon = False
         self.observers.meter.restart_clock(self.loaders.train)
@@ -205,12 +204,10 @@ class Shell:
 
     def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
         self.metrics |= metrics
-        self.observers.publish(self.step, metrics, in_files)
-
-    def publish_evaluation(self, metrics: dict[str, float], preview: str | None) -> None:
-        self._publish(metrics)
-        if preview is not None:
-            self.observers.loggers.text(self.step, "preview", preview)
+        if in_files:
+            self.observers.loggers.log(self.step, metrics)
+        short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
+        self.observers.console.metrics(self.step, short)
 
     def _finish(self, body: Body) -> Outcome:
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
@@ -224,7 +221,6 @@ class Shell:
             raise UserError(
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
-        best_step = self._find_best() if self.config.checkpoint.keep_best else None
         return Outcome(
             self.output_dir,
             self.first_step,
@@ -234,15 +230,14 @@ class Shell:
             body.preview,
             self.stopped_by,
             self.session.model,
-            best_step,
+            self._find_best() if self.config.checkpoint.keep_best else None,
         )
 
     def _find_best(self) -> int | None:
         """Says which step was best, and loads it if asked to."""
         config = self.config.checkpoint
         loads = config.load_best_model_at_end and not self.stopped_by
-        best = self.checkpoints.find_best(loads, self.step)
-        if best is None:
+        if (best := self.checkpoints.find_best(loads, self.step)) is None:
             return None
         step, value = best
         path, loaded = self.checkpoints.manager.path_of(step), "; its weights are in the model" if loads else ""

@@ -9,9 +9,10 @@ from torch import nn
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
-from shoal.observe.flops import count_forward_flops, peak_flops, tree_to_meta
+from shoal.observe.flops import count_forward_flops, peak_flops
 from shoal.strategies import DistributedStrategy
 from shoal.strategies.contract import prepare_batch
+from shoal.tensors import map_tensors
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
@@ -39,18 +40,17 @@ class Meter:
     def read(self, loader: Loader) -> dict[str, float]:
         """Returns loss and norm of the last step, and rates since the clock was last restarted; restarts the clock."""
         output, info = self._steps[-1]
-        loss, norm = output.loss.item(), info.grad_norm.item()
         self._settle()
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        samples_per_second = (loader.position - self._position) / seconds
         metrics = {
-            "train/loss": loss,
-            "train/grad_norm": norm,
+            "train/loss": output.loss.item(),
+            "train/grad_norm": info.grad_norm.item(),
             "train/skipped_steps": self._skipped_steps,
             f"train/{self._unit}_per_second": self._counted / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
         }
         if self.flops_per_sample and self._peak_flops:
+            samples_per_second = (loader.position - self._position) / seconds
             metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
         self.restart_clock(loader)
         return metrics
@@ -86,6 +86,7 @@ def flops_per_sample(
     """
     if meta_model is None:
         return None
-    batch = tree_to_meta(prepare_batch(micro, recipe, seed, device))  # the whole batch, also if ranks share sequences
+    # The whole batch, also if ranks share sequences.
+    batch = map_tensors(lambda tensor: tensor.to("meta"), prepare_batch(micro, recipe, seed, device))
     forward = count_forward_flops(lambda: meta_model(**recipe.inputs(batch)))
     return 3 * forward / len(micro.ids) if forward else None

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.observe.console import Console
-from shoal.observe.loggers import Loggers, open_loggers
+from shoal.observe.loggers import Loggers, RetryingFile, open_loggers
 from shoal.observe.profiler import Profiler
-from shoal.observe.retrying_file import RetryingFile
 from shoal.training.loaders import Loaders
 from shoal.training.meter import Meter
 from shoal.training.resume import Progress
@@ -48,11 +47,6 @@ class Observers:
     loggers: Loggers
     console: Console
 
-    def publish(self, step: int, metrics: dict[str, float], in_files: bool = True) -> None:
-        if in_files:
-            self.loggers.log(step, metrics)
-        self.console.metrics(step, {name: metrics[name] for name in metrics if name not in FOR_FILES_ALONE})
-
 
 def open_observers(
     run: Run, session: Session, loaders: Loaders, progress: Progress, evaluates_again: bool, resources: ExitStack
@@ -61,8 +55,7 @@ def open_observers(
     config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
     logging, step = config.logging, progress.step
     meter = Meter(strategy, session.recipe.unit, config.training, loaders.train, progress.skipped_steps)
-    speaks = strategy.is_main_process
-    loggers = Loggers()
+    speaks, loggers = strategy.is_main_process, Loggers()
     if speaks:
         loggers = open_loggers(logging, folder, config.experiment.name, run.tree(), step, evaluates_again)
     resources.enter_context(closing(loggers))
@@ -70,6 +63,5 @@ def open_observers(
     log = None
     if speaks and strategy.world_size > 1:  # the other ranks write all of their output to their own log
         log = resources.enter_context(closing(RetryingFile(folder / "logs" / "rank_0.log")))
-    mode = logging.console if speaks else "off"
-    console = resources.enter_context(Console(mode, step, loaders.total_steps, copy=log))
-    return Observers(meter, profiler, loggers, console)
+    console = Console(logging.console if speaks else "off", step, loaders.total_steps, copy=log)
+    return Observers(meter, profiler, loggers, resources.enter_context(console))

@@ -1,13 +1,20 @@
-"""What can be refused before a run begins: before there are processes, and before there is a run folder."""
+"""Before a run begins: what can be refused without processes or a run folder, and then the run folder itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from shoal.checkpoint import CheckpointManager
 from shoal.checkpoint.init_from import open_weights
-from shoal.config import Run
+from shoal.checkpoint.run_lock import RunLock
+from shoal.config import Run, derive_batches
+from shoal.config.batch import derived_values
 from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.processes.world import World
+from shoal.strategies import DistributedStrategy
 from shoal.training.resume import find_checkpoints
 
 
@@ -15,8 +22,8 @@ def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> No
     """Refuses a layout, a checkpoint to resume from, or weights to begin with that `size` processes could not use."""
     config = run.config
     check_layout(config, run.recipe_type(run.recipe_config), size, local_size)
-    resumes = find_checkpoints(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
-    if not resumes and config.checkpoint.init_from:
+    found = find_checkpoints(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
+    if config.checkpoint.init_from and not found:
         open_weights(config.checkpoint.init_from)
 
 
@@ -31,3 +38,22 @@ def check_world(run: Run, world: World) -> None:
     nodes = world.size // world.local_size
     if "launch.nodes" in run.sources and launch.nodes != nodes:
         raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; leave the key out or make them agree")
+
+
+@contextmanager
+def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock]:
+    """Makes the folder, holds it against other runs, and writes the resolved config into it."""
+    folder = Path(run.config.output_dir)
+    phases = derive_batches(run.config.training, strategy.data_size)
+    run_lock = RunLock(folder, strategy.world.job, strategy.world.attempt)
+    try:
+        try:
+            (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
+            if strategy.is_main_process:
+                run_lock.acquire()
+                (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
+        except OSError as error:
+            raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
+        yield run_lock
+    finally:
+        run_lock.release()

@@ -36,8 +36,6 @@ SECTIONS = {
 class Report:
     """Watches the first step, and describes the run afterwards."""
 
-    flops_per_sample: float | None = None
-
     def __init__(self, shell: Shell):
         self.shell, self.engaged = shell, shell.strategy.engaged
         self.training = shell.config.training
@@ -57,12 +55,12 @@ class Report:
                 "training.compile = true, but torch.compile compiled nothing of this model (see TORCH_LOGS=dynamo); "
                 "set it to false or change the model"
             )
-        recomputed = num_recomputed() > self._recomputed_before
-        if self.engaged.checkpointed_modules and not self.training.compile and not recomputed:
-            mode = self.training.activation_checkpointing.mode
+        nothing_recomputed = num_recomputed() == self._recomputed_before
+        if self.engaged.checkpointed_modules and not self.training.compile and nothing_recomputed:
             raise UserError(
-                f"training.activation_checkpointing = {mode}, but nothing was computed again in the first step's "
-                "backward; set it to none or look for what keeps the model's blocks from being called"
+                f"training.activation_checkpointing = {self.training.activation_checkpointing.mode}, but nothing was "
+                "computed again in the first step's backward; set it to none or look for what keeps the model's blocks "
+                "from being called"
             )
         head = self.engaged.chunked_head
         if head is not None and not head.num_scored:
@@ -84,17 +82,19 @@ class Report:
 
     def _by(self, keys: tuple[str, ...]) -> str:
         setters = dict.fromkeys(source_of(key, self.shell.run.sources) for key in keys)
-        named = [setter for setter in setters if setter != DEFAULT]
-        return f"  ({', '.join(named)})" if named else ""
+        setters.pop(DEFAULT, None)
+        return f"  ({', '.join(setters)})" if setters else ""
 
     def _rows(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Yields the name of each row, what is in force, and the keys that decide it."""
         shell, training, config = self.shell, self.training, self.shell.config
         session, strategy, engaged, checkpoints = shell.session, shell.strategy, self.engaged, shell.checkpoints
+        sources, saving = shell.run.sources, config.checkpoint
         yield "shoal", f"{shoal.__version__}, torch {torch.__version__}", ()
         yield "run folder", str(shell.output_dir), ("experiment.output_dir", "experiment.name")
-        device = _device_name(strategy.device)
-        yield "strategy", f"{engaged.description} on {device}", ("distributed.strategy", "training.device")
+        gpu = f" ({torch.cuda.get_device_name(strategy.device)})" if strategy.device.type == "cuda" else ""
+        where = f"{engaged.description} on {strategy.device}{gpu}"
+        yield "strategy", where, ("distributed.strategy", "training.device")
         trained, frozen = session.parameter_counts
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
@@ -106,74 +106,79 @@ class Report:
             ("dataset.name",),
         )
         first, *later = checkpoints.progress.batches.phases
-        times = accumulation(first, strategy.data_size)
-        product = f"{first.batch_size} × {times} accumulated × {strategy.data_size} data-parallel"
-        changes = "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
-        batch_keys = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation")
-        yield "batch", f"{first.global_batch_size} = {product}{changes}", batch_keys
+        yield (
+            "batch",
+            f"{first.global_batch_size} = {first.batch_size} × {accumulation(first, strategy.data_size)} accumulated "
+            f"× {strategy.data_size} data-parallel"
+            + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later),
+            ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation"),
+        )
         yield (
             "steps",
             f"{shell.total_steps:,}, from {shell.first_step:,}",
             ("training.max_steps", "training.num_epochs"),
         )
-        schedule = f"learning rate {training.learning_rate:g}, {training.lr_scheduler.name}"
-        schedule_keys = ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name")
-        yield "optimizer", f"{training.optimizer.name} (fused), {schedule}", schedule_keys
+        yield (
+            "optimizer",
+            f"{training.optimizer.name} (fused), learning rate {training.learning_rate:g}, "
+            f"{training.lr_scheduler.name}",
+            ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
+        )
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.checkpointed_modules:
-            mode = training.activation_checkpointing.mode
-            yield "recomputed", f"{len(names)} modules, {mode}", ("training.activation_checkpointing.mode",)
+            recomputed = f"{len(names)} modules, {training.activation_checkpointing.mode}"
+            yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
         if training.loss_chunks > 1:
             yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
         if training.compile:
             yield "compile", f"{engaged.compiled_modules} modules", ("training.compile",)
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
-        saving = f"every {config.checkpoint.every} steps and" if config.checkpoint.every else "only"
-        c = config.checkpoint
-        saving += f" at the end, the last {c.keep_last} kept"
-        saving += f", the best {c.keep_best} by {c.metric} ({c.mode})" if c.keep_best else ""
-        saving += f", every {c.keep_every}th for good" if c.keep_every else ""
-        saving += f", after {c.every_minutes:g} minutes" if c.every_minutes else ""
-        if checkpoints.manager.background:
-            staged = checkpoints.expected_bytes / strategy.world_size / 2**30
-            saving += f", written in the background from {staged:.2f} GiB of host memory"
-        yield "checkpoints", saving, ("checkpoint.every", "checkpoint.async_save")
+        staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30
+        parts = {
+            f"every {saving.every} steps and at the end" if saving.every else "only at the end": True,
+            f"the last {saving.keep_last} kept": True,
+            f"the best {saving.keep_best} by {saving.metric} ({saving.mode})": saving.keep_best,
+            f"every {saving.keep_every}th for good": saving.keep_every,
+            f"after {saving.every_minutes or 0:g} minutes": saving.every_minutes,
+            f"written in the background from {staged_gib:.2f} GiB of host memory": checkpoints.manager.background,
+        }
+        kept = ", ".join(part for part, applies in parts.items() if applies)
+        yield "checkpoints", kept, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.left_out:
             files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)
-        idle = [key for key in ("dataset.persistent_workers", "dataset.prefetch") if key in shell.run.sources]
-        if idle and not config.dataset.num_workers:
-            yield "not in force", f"{', '.join(idle)}: dataset.num_workers is 0", tuple(idle)
-        unasked = [key for key in ("checkpoint.metric", "checkpoint.mode") if key in shell.run.sources]
-        if unasked and not c.keep_best:
-            yield "not in force", f"{', '.join(unasked)}: checkpoint.keep_best is 0", tuple(unasked)
-        if config.checkpoint.init_from and shell.first_step:
+        for decisive, value, idle in (
+            ("dataset.num_workers", config.dataset.num_workers, ("dataset.persistent_workers", "dataset.prefetch")),
+            ("checkpoint.keep_best", saving.keep_best, ("checkpoint.metric", "checkpoint.mode")),
+        ):
+            keys = tuple(key for key in idle if key in sources)
+            if keys and not value:
+                yield "not in force", f"{', '.join(keys)}: {decisive} is 0", keys
+        if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
         for key, why in engaged.not_in_force.items():
             yield "not in force", f"{key}: {why}", (key,)
         for section, users in SECTIONS.items():
-            under = (f"distributed.{section}", f"distributed.{section}.")
-            keys = tuple(key for key in shell.run.sources if key == under[0] or key.startswith(under[1]))
+            keys = tuple(key for key in sources if f"{key}.".startswith(f"distributed.{section}."))
             if keys and strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
 
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
-        if origin := self.shell.checkpoints.progress.weights_from:
-            origin, key = f"from {origin}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
-        else:
-            read = f"read from {len(weights.files)} files"
-            origin = {"init": "drawn by name", "files": read, "built": "as built"}[weights.kind]
-            key = "experiment.seed"
+        origins = {
+            "init": "drawn by name",
+            "files": f"read from {len(weights.files)} files",
+            "built": "as built",
+            "empty": "left empty: memory without values, for planning only",
+        }
+        origin, key = origins[weights.kind], "experiment.seed"
+        if source := self.shell.checkpoints.progress.weights_from:
+            origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         held = "this process held the whole model once" if weights.kind == "built" else ""
         return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

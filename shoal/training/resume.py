@@ -50,7 +50,7 @@ def restore(
 ) -> Progress:
     """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
-    strategy, held = session.strategy, session.held()
+    strategy, held = session.strategy, session.strategy.held()
     folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
@@ -72,7 +72,7 @@ def restore(
             manager.mark_damaged(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
-        load(session, checkpoint, state, base)
+        load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)
         manager.leave_damage_notes()
@@ -96,7 +96,7 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def load(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
+def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
     """Loads a checkpoint that every rank has checked, with the frozen weights that it refers to."""
     if checkpoint.base:
         state.model.update(base.check(checkpoint, session.state().model))
@@ -117,29 +117,10 @@ def find_checkpoints(
 def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[[str], None]) -> None:
     """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew."""
     try:
-        weights = weights_for_model(session.model, path, base, warn, session.held().keys())
+        weights = weights_for_model(session.model, path, base, warn, session.strategy.held().keys())
         session.load_state(TrainState(weights, {}))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
-
-
-def load_best(
-    session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
-) -> tuple[int, float] | None:
-    """Loads the best checkpoint that can be read; returns its step and value, or None if there is none."""
-    for step, value in manager.best():
-        damage = ""
-        try:
-            checkpoint = open_checkpoint(manager.path_of(step))
-            state = checkpoint.checked_state(session.held())
-        except DamagedCheckpoint as error:
-            damage = str(error)
-        if session.strategy.any_rank(bool(damage)):
-            warn(f"the best checkpoint, of step {step}, is damaged and passed over: {damage or 'on another rank'}")
-            continue
-        load(session, checkpoint, state, base)
-        return step, value
-    return None
 
 
 def _check_same_storage(folders: list[Path], manager: CheckpointManager, strategy: DistributedStrategy) -> None:
@@ -157,10 +138,13 @@ def _check_position(checkpoint: Checkpoint) -> None:
     about = checkpoint.manifest
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
-        counts = [*epochs, *(checkpoint.trainer[key] for key in COUNTS)]
-        sizes = (*sizes, about["layout"]["data_size"])
-        least = [*((count, 0) for count in counts), *((size, 1) for size in sizes)]
-        right = isinstance(about["config"], dict) and all(type(n) is int and low <= n < 1 << 62 for n, low in least)
+        numbers = {
+            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS)],
+            1: [*sizes, about["layout"]["data_size"]],
+        }
+        right = isinstance(about["config"], dict) and all(
+            type(number) is int and least <= number < 1 << 62 for least in numbers for number in numbers[least]
+        )
     except (LookupError, TypeError, ValueError):
         right = False
     if not right:

@@ -20,8 +20,21 @@ def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
     warmup = training.warmup_steps
     if warmup is None:
         warmup = round((training.warmup_ratio or 0.0) * total_steps)
-    curve = _curve(training, warmup, total_steps)
-    return lambda step: (step + 1) / (warmup + 1) if step < warmup else curve(step)
+    chosen, last = training.lr_scheduler, total_steps - 1
+    start = warmup
+    if isinstance(chosen, WarmupStableDecay):
+        start = max(warmup, total_steps - round(chosen.decay_ratio * total_steps))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if not isinstance(chosen, Decay | WarmupStableDecay):
+            return 1.0
+        progress = min(1.0, max(0, step - start) / max(1, last - start))
+        fall = (1 + cos(pi * progress)) / 2 if chosen.name == "cosine" else 1 - progress
+        return chosen.min_ratio + (1 - chosen.min_ratio) * fall
+
+    return factor
 
 
 def say_jump(then: TrainingConfig, now: TrainingConfig, totals: tuple[int, int], step: int) -> str | None:
@@ -35,36 +48,12 @@ def say_jump(then: TrainingConfig, now: TrainingConfig, totals: tuple[int, int],
     if isclose(after, meant, rel_tol=1e-6):
         return None
     old, new = (training.model_dump(include={*SCHEDULING}) for training in (then, now))
-    changed = [key for key in SCHEDULING if old[key] != new[key]]
-    what = ", ".join(f"training.{key} is {format_value(new[key])} and was {format_value(old[key])}" for key in changed)
+    changes = ", ".join(
+        f"training.{key} is {format_value(new[key])} and was {format_value(old[key])}"
+        for key in SCHEDULING
+        if old[key] != new[key]
+    )
     return (
-        f"{what}: the learning rate was {before:.3g} at step {step} and is {after:.3g} at step {step + 1}, where it "
+        f"{changes}: the learning rate was {before:.3g} at step {step} and is {after:.3g} at step {step + 1}, where it "
         f"would have been {meant:.3g}"
     )
-
-
-def _curve(training: TrainingConfig, warmup: int, total_steps: int) -> Schedule:
-    chosen = training.lr_scheduler
-    if isinstance(chosen, Decay):
-        fall = _cosine if chosen.name == "cosine" else _linear
-        start = warmup
-    elif isinstance(chosen, WarmupStableDecay):
-        fall = _linear
-        start = max(warmup, total_steps - round(chosen.decay_ratio * total_steps))
-    else:
-        return lambda step: 1.0
-    floor, last = chosen.min_ratio, total_steps - 1
-
-    def factor(step: int) -> float:
-        progress = min(1.0, max(0, step - start) / max(1, last - start))
-        return floor + (1 - floor) * fall(progress)
-
-    return factor
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
-def _cosine(progress: float) -> float:
-    return (1 + cos(pi * progress)) / 2

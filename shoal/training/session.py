@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.regions import Held
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy
 from shoal.training.optimizers import build_optimizer
-from shoal.types import ParallelPlan, TrainState, Weights
+from shoal.types import TrainState, Weights
 from shoal.weights.materialise import build
 
 
@@ -28,7 +27,6 @@ class Session:
     seed: int
     model: nn.Module
     optimizer: Optimizer
-    plan: ParallelPlan
     weights: Weights
     """Where the first weights came from."""
     parameter_counts: tuple[int, int]
@@ -48,9 +46,6 @@ class Session:
     def load_state(self, state: TrainState) -> None:
         self.strategy.load_state(self.model, self.optimizer, state)
 
-    def held(self) -> Mapping[str, Held]:
-        return self.strategy.held()
-
 
 def assemble(
     recipe: Any,
@@ -69,9 +64,8 @@ def assemble(
     if edit is not None:
         edit(model)
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = trained, sum(p.numel() for p in model.parameters()) - trained
+    trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
     model, optimizer = strategy.prepare(
         model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
     )
-    return Session(recipe, strategy, seed, model, optimizer, plan, found, counts, meta_model)
+    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model)

@@ -23,10 +23,9 @@ from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
-from shoal.training.preflight import check_start, check_world
+from shoal.training.preflight import check_start, check_world, open_run_folder
 from shoal.training.report import Report
 from shoal.training.resume import Progress
-from shoal.training.run_folder import open_run_folder
 from shoal.training.schedules import build_schedule, say_jump
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
@@ -39,8 +38,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
     `terminal` is the file descriptor on which the user is told of a hang.
     """
     world, distributed = world or detect(), run.config.distributed
-    timeout_seconds = group_timeout_seconds(distributed.timeout, distributed.init_timeout)
-    strategy = from_config(run.config, world, timeout_seconds)
+    strategy = from_config(run.config, world, group_timeout_seconds(distributed.timeout, distributed.init_timeout))
     check_world(run, world)
     check_start(run, world.size, world.local_size, world.was_restarted)
     with StopFlag() as stop, ExitStack() as folder:
@@ -124,23 +122,19 @@ class RecipeBody:
     def _take_first_step(
         self, micro_batches: Sequence[MicroBatch], step: int, report: Report
     ) -> tuple[StepOutput, StepInfo]:
-        """Takes a step and watches whether what was asked for engages."""
-        self._report, session = None, self.session
-        report.flops_per_sample = flops_per_sample(
+        """Takes a step, watches whether what was asked for engages, and shows what is in force."""
+        self._report, session, observers = None, self.session, report.shell.observers
+        observers.meter.flops_per_sample = flops_per_sample(
             session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
         )
         session.meta_model = None
         with report.watch():
             taken = self.take_step(micro_batches, step)
         report.check()
-        self._finished_report = report
-        return taken
-
-    def first_step_taken(self, shell: Shell) -> None:
-        shell.observers.meter.flops_per_sample = self._finished_report.flops_per_sample
         if self.strategy.is_main_process:
-            (shell.output_dir / "report.txt").write_text(f"{self._finished_report}\n")
-        shell.observers.console.line(str(self._finished_report))
+            (report.shell.output_dir / "report.txt").write_text(f"{report}\n")
+        observers.console.line(str(report))
+        return taken
 
     def log(self) -> dict[str, float]:
         return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
@@ -163,7 +157,6 @@ class RecipeBody:
         else:
             metrics = {EVAL_LOSS: (total / count).item()}
             self._preview(shell.step)
-            shell.publish_evaluation(metrics, self.preview)
         self.model.train()
         return metrics
 
@@ -173,6 +166,9 @@ class RecipeBody:
         Eagerly: generating goes through many shapes once each, and compiling for them costs more.
         """
         torch.manual_seed(mix(self._seed, "preview", step))
-        eagerly = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), eagerly, self.strategy.whole_model(self.model) as model:
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            self.strategy.whole_model(self.model) as model,
+        ):
             self.preview = None if model is None else self.recipe.preview(model)

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.checkpoint import Checkpoint, find_latest_checkpoint
 from shoal.checkpoint.inspect import diff, open_step_folder
 from shoal.config import Run
@@ -83,13 +85,13 @@ def chaos(
     on_line("training without interruption")
     uninterrupted = _train_to_the_end(start, folder / "uninterrupted")
     allowed = None
-    if not _is_deterministic(run):
+    on_cpu = run.config.training.device == "cpu" or not torch.accelerator.is_available()
+    if not on_cpu and not run.config.experiment.deterministic:
         on_line(
             "training without interruption again: this hardware is not deterministic, so some difference is allowed"
         )
-        difference = diff(
-            _last_checkpoint(uninterrupted), _last_checkpoint(_train_to_the_end(start, folder / "uninterrupted_again"))
-        )
+        again = _train_to_the_end(start, folder / "uninterrupted_again")
+        difference = diff(_last_checkpoint(uninterrupted), _last_checkpoint(again))
         allowed = 2 * max((found.relative or 0.0 for found in difference.tensors), default=0.0)
     killed = folder / "killed"
     done = _Killer(start, killed, run, random.Random(seed), on_line).kill(kills)
@@ -214,14 +216,6 @@ def _workers(launcher: int) -> list[tuple[int, str]]:
     return found
 
 
-def _is_deterministic(run: Run) -> bool:
-    """Returns whether two runs compute the same bits."""
-    import torch
-
-    on_cpu = run.config.training.device == "cpu" or not torch.accelerator.is_available()
-    return on_cpu or run.config.experiment.deterministic
-
-
 def _last_checkpoint(folder: Path) -> Checkpoint:
     if (path := find_latest_checkpoint(folder)) is None:
         raise UserError(f"{folder} has no valid checkpoint; see {folder / 'chaos.log'}")
@@ -231,14 +225,14 @@ def _last_checkpoint(folder: Path) -> Checkpoint:
 def checkpoint_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> list[str]:
     """Compares the last checkpoints of two runs: weights, optimizer state and position."""
     difference = diff(_last_checkpoint(uninterrupted), _last_checkpoint(killed), allowed)
-    problems = [
-        f"{key}: {a} in the uninterrupted run, {b} in the killed run" for key, (a, b) in difference.position.items()
+    return [
+        *(f"{key}: {a} in the uninterrupted run, {b} in the killed run" for key, (a, b) in difference.position.items()),
+        *(f"{name} is in only one of the checkpoints" for name in (*difference.only_in_a, *difference.only_in_b)),
+        *(
+            f"{tensor.name}: {tensor.problem or f'differs by {tensor.relative:.1e} of its largest value'}"
+            for tensor in difference.tensors
+        ),
     ]
-    problems += [f"{name} is in only one of the checkpoints" for name in (*difference.only_in_a, *difference.only_in_b)]
-    for tensor in difference.tensors:
-        how = tensor.problem or f"differs by {tensor.relative:.1e} of its largest value"
-        problems.append(f"{tensor.name}: {how}")
-    return problems
 
 
 def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> list[str]:
@@ -275,7 +269,10 @@ def read_tensorboard(folder: Path) -> Log:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
-    # Numbers become text, so that NaN equals NaN.
-    log: Log = {tag: [(event.step, str(event.value)) for event in events.Scalars(tag)] for tag in tags["scalars"]}
-    texts = {tag: events.Tensors(tag) for tag in tags["tensors"]}
-    return log | {tag: [(e.step, e.tensor_proto.SerializeToString()) for e in found] for tag, found in texts.items()}
+    return {  # numbers become text, so that NaN equals NaN
+        **{tag: [(event.step, str(event.value)) for event in events.Scalars(tag)] for tag in tags["scalars"]},
+        **{
+            tag: [(event.step, event.tensor_proto.SerializeToString()) for event in events.Tensors(tag)]
+            for tag in tags["tensors"]
+        },
+    }

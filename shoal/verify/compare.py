@@ -52,21 +52,23 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
     weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights, bounds.sgd_weights)}
     if reference.adamw_weights:
         weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights, bounds.adamw_weights)
+    problem = next((rank.desync for rank in ranks if rank.desync), "")
+    different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
-        _ranks_agree(ranks),
+        Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients"),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
-        _initial_weights(reference, first),
+        Check(
+            "initial weights",
+            not different,
+            f"{different[0]} and {len(different) - 1} other tensors differ" if different else "bit-equal",
+        ),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
         *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
         *_work(reference, ranks, expected),
+        _collectives(reference, ranks, expected),
     ]
-
-
-def _ranks_agree(ranks: list[Trace]) -> Check:
-    problem = next((rank.desync for rank in ranks if rank.desync), "")
-    return Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients")
 
 
 def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]], bound: float) -> Check:
@@ -77,12 +79,6 @@ def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]],
             if error > worst:
                 worst, detail = error, f"{b:.7g} on rank {rank} at step {step + 1}, {a:.7g} on one device"
     return Check(name, worst <= bound, f"largest relative difference {worst:.1e}: {detail}")
-
-
-def _initial_weights(reference: Trace, trace: Trace) -> Check:
-    different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, trace.start[name])]
-    detail = f"{different[0]} and {len(different) - 1} other tensors differ" if different else "bit-equal"
-    return Check("initial weights", not different, detail)
 
 
 def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds) -> Check:
@@ -97,8 +93,7 @@ def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], b
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
     """Returns a hint if all gradients are wrong by the same factor, a typical mistake that Adam would hide."""
     scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(_norm(expected) ** 2, 1e-30)
-    rest = _norm({key: got[key] - scale * expected[key] for key in expected})
-    if rest > 1e-4 * _norm(got):
+    if _norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * _norm(got):
         return ""
     return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
 
@@ -139,7 +134,7 @@ def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[
             measured = max(getattr(rank, attribute) for rank in ranks) / max(getattr(reference, attribute), 1)
             detail = f"{measured:.2f} of one device on the rank with the most, expected at most {fraction:.2f}"
             checks.append(Check(name, measured <= fraction + tolerance, detail))
-    return [*checks, _collectives(reference, ranks, expected)]
+    return checks
 
 
 def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> Check:

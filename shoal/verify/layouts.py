@@ -47,8 +47,7 @@ def _fsdp(name: str, description: str, sharding: str, **mesh: int) -> Candidate:
 
 
 def _zero(stage: int, description: str) -> Candidate:
-    only_stage_3 = {} if stage == 3 else {"offload_parameters": "none"}
-    keys = {"zero_stage": stage, "config_file": None, **only_stage_3}
+    keys = {"zero_stage": stage, "config_file": None, **({} if stage == 3 else {"offload_parameters": "none"})}
     changes = {"strategy": "deepspeed", "zero_stage": None, "offload": None, "deepspeed": keys}
     return Candidate(f"zero_{stage}", description, changes)
 
@@ -184,8 +183,8 @@ def _half_weights(run: Run) -> str | None:
 def reference_run(run: Run, procs: int) -> Run:
     """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled."""
     batch = derive_batches(run.config.training, procs)[0].global_batch_size
-    changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
     without_options = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
+    changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
     return with_changes(run, changes, {**_batches(batch, batch), **without_options})
 
 

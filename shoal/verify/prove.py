@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from torch import Tensor
 
 from shoal.config import Run, derive_batches
@@ -111,9 +113,23 @@ def _choose(
     for name in names:
         if name not in (*LAYOUTS, OWN):
             raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN))}")
-        row = own if name == OWN else LAYOUTS[name]
-        reason = why_own_missing if name == OWN else why_not(run, LAYOUTS[name], procs)
+        row, reason = (own, why_own_missing) if name == OWN else (LAYOUTS[name], why_not(run, LAYOUTS[name], procs))
         if row is None or reason:
             raise UserError(f"--strategies {name}: {reason}")
         chosen.append(row)
     return chosen
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """Prints a title and one line for each check; failed checks are red on a terminal."""
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    result = "same training as on one device" if verdict.passed else "NOT the same training as on one device"
+    own_layout = f" (this config's own layout: {verdict.own_layout})" if verdict.own_layout else ""
+    console.print(f"{verdict.layout} on {verdict.procs} process{'es' * (verdict.procs > 1)}: {result}{own_layout}")
+    for check in verdict.checks:
+        result, style = ("ok", None) if check.passed else ("FAILED", "red")
+        console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
+    if verdict.mixing and not verdict.passed:
+        console.print(
+            f"these modules mix the samples of a batch, so layouts cannot compute the same: {', '.join(verdict.mixing)}"
+        )

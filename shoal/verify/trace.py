@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
 from shoal.config.schema import SGD
 from shoal.data import BatchSchedule, Loader
@@ -79,7 +79,7 @@ class _Tracer:
     def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
         self._prepare(SGD_TRAINING)
         trace = self.trace
-        trace.start = self._weights()
+        trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
@@ -88,17 +88,17 @@ class _Tracer:
             for step, micro_batches in enumerate(islice(batches, steps)):
                 loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
                 if step == 0:
-                    trace.gradients = self._gradients()
+                    trace.gradients = _whole(self.strategy.gradients(self.model))
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
-            trace.sgd_weights = self._weights()
+            trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             if shared is not None:
                 self.session.load_state(TrainState(shared, {}))
             self._forward_backward(next(batches), steps)
-            trace.later_gradients = self._gradients()
+            trace.later_gradients = _whole(self.strategy.gradients(self.model))
 
     def train_with_adamw(self, steps: int) -> None:
         self._prepare({})
@@ -106,7 +106,7 @@ class _Tracer:
             for step, micro_batches in enumerate(islice(loader, steps)):
                 self._forward_backward(micro_batches, step)
                 self.strategy.step(self.optimizer, MAX_NORM)
-        self.trace.adamw_weights = self._weights()
+        self.trace.adamw_weights = _whole(self.session.state().model)
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
@@ -134,12 +134,6 @@ class _Tracer:
         except Desync as desync:
             self.trace.desync = str(desync)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return _whole(self.session.state().model)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return _whole(self.strategy.gradients(self.model))
-
 
 def _no_dropout(model: nn.Module) -> None:
     for module in model.modules():
@@ -153,12 +147,8 @@ def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
     Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
     """
     parts = {name: (t.shape, local_slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
-    if not dist.is_initialized():
-        return {name: part for name, (_, _, part) in parts.items()}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
     whole: dict[str, Tensor] = {}
-    for rank in gathered:
+    for rank in Peers().all_gather(parts):
         for name, (shape, place, part) in rank.items():
             whole.setdefault(name, torch.empty(shape, dtype=part.dtype))[tuple(place)] = part
     return whole

@@ -14,7 +14,7 @@ import torch
 from conftest import ToyRun
 from pool import Pool
 from torch import Tensor, nn
-from verify.runs import on
+from verify.runs import runner_on
 
 import shoal
 from shoal.config import check_run, load_run
@@ -116,7 +116,7 @@ def test_two_ranks_on_one_gpu_equal_one(
     tree = model(tmp_path, mixed_precision=precision, gradient_accumulation=2, **options)
     tree["training"] |= {"batch_size": None, "global_batch_size": 22}
     tree["distributed"] = {"backend": "gloo"}
-    for verdict in prove(check_run(tree), procs=2, layouts=layouts, steps=2, runner=on(pool2)):
+    for verdict in prove(check_run(tree), procs=2, layouts=layouts, steps=2, runner=runner_on(pool2)):
         failed = {check.name: check.detail for check in verdict.checks if not check.passed}
         assert failed == {}, verdict.layout
         gradients = {check.name: check.detail for check in verdict.checks}["gradients"]

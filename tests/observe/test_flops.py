@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.observe.flops import copy_on_meta, count_forward_flops, flop_counter, peak_flops, tree_to_meta
+from shoal.observe.flops import copy_on_meta, count_forward_flops, flop_counter, peak_flops
 from shoal.observe.memory import memory_gib
+from shoal.tensors import map_tensors
 
 BATCH, WIDTH, HIDDEN = 3, 8, 16
 
@@ -38,8 +39,7 @@ EXPECTED = 3 * 2 * BATCH * WIDTH * HIDDEN
 def test_flops_of_linears_equal_the_formula_and_the_model_is_unchanged() -> None:
     model = Stack()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch = tree_to_meta({"x": torch.zeros(BATCH, WIDTH)})
-    assert count(model, batch["x"]) == EXPECTED
+    assert count(model, torch.zeros(BATCH, WIDTH, device="meta")) == EXPECTED
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -88,19 +88,20 @@ def test_control_flow_that_depends_on_values_gives_none() -> None:
     assert count(BranchesOnValues(WIDTH, WIDTH), torch.zeros(BATCH, WIDTH, device="meta")) is None
 
 
-def test_tree_to_meta_keeps_the_nesting() -> None:
+def test_mapping_tensors_keeps_the_nesting() -> None:
     class Pair(NamedTuple):
         left: Tensor
         right: int
 
     tree = {"a": [torch.zeros(2), (torch.ones(3, dtype=torch.int64), "text")], "b": Pair(torch.zeros(1), 7)}
-    meta = tree_to_meta(tree)
+    meta = map_tensors(lambda tensor: tensor.to("meta"), tree)
     assert meta["a"][0].device.type == meta["a"][1][0].device.type == meta["b"].left.device.type == "meta"
     assert (meta["a"][1][0].shape, meta["a"][1][0].dtype) == ((3,), torch.int64)
     assert (meta["a"][1][1], meta["b"].right, type(meta["b"])) == ("text", 7, Pair)
     batch = UserDict(x=torch.zeros(2))  # collators of Hugging Face return such batches
-    assert isinstance(tree_to_meta(batch), UserDict)
-    assert (tree_to_meta(batch)["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
+    meta_batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    assert isinstance(meta_batch, UserDict)
+    assert (meta_batch["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
 
 
 @pytest.mark.parametrize(

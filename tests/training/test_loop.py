@@ -248,6 +248,17 @@ def test_the_report_says_who_set_what(toy: ToyRun) -> None:
     assert "drawn by name" in report
 
 
+def test_the_report_says_that_weights_were_left_empty(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe(
+        "    def build_model(", "    def weights(self):\n        return Weights('empty')\n\n    def build_model("
+    )
+    change_recipe("class Toy", "from shoal.types import Weights\n\n\nclass Toy")
+    toy.train("training.max_steps=1")
+    report = (toy.output / "report.txt").read_text()
+    assert "left empty: memory without values" in report
+    assert "drawn by name" not in report
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic(toy: ToyRun, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     in_backward: list[bool] = []

@@ -1,4 +1,4 @@
-"""Small runs for the prover, and a way to prove them on a pool."""
+"""Small runs for the tests of `shoal verify`, and a function that runs them on a pool of processes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from shoal.verify.trace import Trace, trace
 Tracer = Callable[[Run, int, dict[str, Tensor] | None, bool], Trace]
 
 with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
-"""Gives a test the argument `adamw`: its proof with AdamW, which takes nearly twice as long, is in the slow tier.
+"""Runs a test twice: with SGD only, and in the slow tier also with AdamW, which takes nearly twice as long.
 
-Proofs without this mark train with AdamW in the default tier: there is one for each kind of layout.
+Tests without this mark train with AdamW in the default tier, too; each kind of layout has one.
 """
 
 _references: dict[tuple[str, int, bool], Trace] = {}
 
 
 def reference(run: Run, steps: int, adamw: bool) -> Trace:
-    """Traces the run on one device, once for all tests that have the same run: it is the same training then."""
+    """Returns the trace of the run on one device. Tests with the same run share one trace."""
     key = json.dumps(run.tree(), sort_keys=True, default=str), steps, adamw
     if key not in _references:
         _references[key] = trace(run, steps, None, adamw)
     return _references[key]
 
 
-def on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
-    """Returns a runner for `prove` that traces layouts of several ranks on the pool, by `tracer`.
+def runner_on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
+    """Returns a runner for `prove` that calls `tracer` in the processes of the pool for layouts of several ranks.
 
-    What runs on one device is traced in this process, and never by `tracer`, which may have a bug that a test planted.
+    Runs on one device are traced in this process, without `tracer`: a test may give a tracer with a bug in it.
     """
 
     def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
@@ -70,7 +70,8 @@ def bdh(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: A
 
 
 def llama(tmp_path: Path, distributed: dict[str, Any] | None = None, **training: Any) -> Run:
-    """Returns a run of a Llama with two key/value heads for four, and a vocabulary that no number of ranks divides."""
+    """Returns a run of a small Llama with four query heads, two key/value heads, and a vocabulary of 259 tokens, which
+    2, 3 and 4 ranks cannot divide evenly."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = {"config": {"model_type": "llama", **sizes, **heads}}
@@ -80,8 +81,8 @@ def llama(tmp_path: Path, distributed: dict[str, Any] | None = None, **training:
 def on_text(
     tmp_path: Path, recipe: str, model: dict[str, Any], distributed: dict[str, Any] | None = None, **training: Any
 ) -> Run:
-    """Returns a run that trains on a text of squares, which lies beside the test's folder."""
-    folder = tmp_path.parent / "squares"  # one for the session: runs that differ in nothing have the same reference
+    """Returns a run that trains on a text of square numbers, in a folder beside `tmp_path`."""
+    folder = tmp_path.parent / "squares"  # the same for all tests, so that equal runs share one reference
     text, cache = folder / "text.txt", str(folder)
     folder.mkdir(exist_ok=True)
     if not text.exists():  # several ranks may come here at once
@@ -100,5 +101,5 @@ def on_text(
 
 
 def failed(verdict: Verdict) -> dict[str, str]:
-    """Returns what the failed checks found, by the name of the check."""
+    """Returns the details of the failed checks by the name of the check."""
     return {check.name: check.detail for check in verdict.checks if not check.passed}

@@ -15,7 +15,7 @@ from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.trace import Trace, trace
-from verify.runs import bdh, failed, llama, on, on_text, with_adamw
+from verify.runs import bdh, failed, llama, on_text, runner_on, with_adamw
 
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 
@@ -24,21 +24,21 @@ LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int) -> None:
     """Neither the 11 samples nor the 259 tokens of the vocabulary are divisible by the number of ranks."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=accumulation)
-    for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=on(pool2)):
+    for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
 
 
 @pytest.mark.slow
 def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=3)
-    for verdict in prove(run, 4, ["tp_fsdp", "cp_fsdp"], runner=on(pool4)):
+    for verdict in prove(run, 4, ["tp_fsdp", "cp_fsdp"], runner=runner_on(pool4)):
         assert failed(verdict) == {}, verdict.layout
 
 
 def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
     """A step has exactly as many micro-batches as the schedule needs; the last one is short."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=2)
-    for verdict in prove(run, 2, ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"], runner=on(pool2)):
+    for verdict in prove(run, 2, ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"], runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -46,7 +46,7 @@ def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
 def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool, adamw: bool) -> None:
     """A step has three micro-batches more than the schedule needs."""
     run = llama(tmp_path, global_batch_size=17, gradient_accumulation=5)
-    for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=on(pool4, adamw=adamw)):
+    for verdict in prove(run, 4, ["pp_fsdp", "pp_tp"], runner=runner_on(pool4, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -55,7 +55,7 @@ def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool, adamw: bool) -> None:
 @pytest.mark.parametrize("options", [{}, LEAN, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16", **LEAN}])
 def test_more_pipelines_in_four(tmp_path: Path, pool4: Pool, options: dict[str, Any], layout: str) -> None:
     run = llama(tmp_path, global_batch_size=25, gradient_accumulation=7, **options)
-    (verdict,) = prove(run, 4, [layout], runner=on(pool4))
+    (verdict,) = prove(run, 4, [layout], runner=runner_on(pool4))
     assert failed(verdict) == {}
 
 
@@ -63,7 +63,7 @@ def test_more_pipelines_in_four(tmp_path: Path, pool4: Pool, options: dict[str, 
 def test_three_dimensions_on_eight(tmp_path: Path) -> None:
     run = llama(tmp_path, global_batch_size=17, gradient_accumulation=4)
     with Pool(8, scratch=tmp_path) as pool8:
-        (verdict,) = prove(run, 8, ["pp_tp_fsdp"], runner=on(pool8))
+        (verdict,) = prove(run, 8, ["pp_tp_fsdp"], runner=runner_on(pool8))
     assert failed(verdict) == {}
 
 
@@ -71,14 +71,14 @@ def test_three_dimensions_on_eight(tmp_path: Path) -> None:
 def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool, adamw: bool) -> None:
     run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
     for pool, layouts in ((pool2, ["tp"]), (pool4, ["tp", "tp_fsdp"])):
-        for verdict in prove(run, pool.size, layouts, runner=on(pool, adamw=adamw)):
+        for verdict in prove(run, pool.size, layouts, runner=runner_on(pool, adamw=adamw)):
             assert failed(verdict) == {}, verdict.layout
 
 
 def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None:
     """Each of two ranks computes at most 0.6 of all matrix products, including the head and attention."""
     for model in (bdh, llama):
-        (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=on(pool2, adamw=False))
+        (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=runner_on(pool2, adamw=False))
         flops = {check.name: check.detail for check in verdict.checks}["matmul FLOPs"]
         assert float(flops.split()[0]) <= 0.6
 
@@ -94,7 +94,7 @@ def wide_llama(tmp_path: Path, **training: Any) -> Run:
 @pytest.mark.parametrize("options", [{}, LEAN, {"compile": True}], ids=["plain", "lean", "compiled"])
 def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, options: dict[str, Any]) -> None:
     run = wide_llama(tmp_path, global_batch_size=9, gradient_accumulation=2, **options)
-    for verdict in prove(run, 4, ["tp", "tp_sp", "cp", "tp_fsdp", "cp_fsdp"], runner=on(pool4)):
+    for verdict in prove(run, 4, ["tp", "tp_sp", "cp", "tp_fsdp", "cp_fsdp"], runner=runner_on(pool4)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -118,7 +118,7 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: 
     capped = keys["model_type"] == "gemma2"  # its head stays whole on every rank
     layouts = ["tp"] if capped or keys["model_type"] == "gemma3_text" else ["tp", "tp_sp"]
     run = on_text(tmp_path, "causal_lm", model, global_batch_size=6)
-    for verdict in prove(run, 2, layouts, runner=on(pool2, adamw=adamw)):
+    for verdict in prove(run, 2, layouts, runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
 
 
@@ -139,7 +139,7 @@ def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor]
     [("tp", trace_without_sums), ("tp_sp", trace_without_sums), ("cp", trace_with_all_heads_swapped)],
 )
 def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str, tracer: Any) -> None:
-    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=on(pool2, tracer, adamw=False))
+    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=runner_on(pool2, tracer, adamw=False))
     assert "gradients" in failed(verdict)
 
 

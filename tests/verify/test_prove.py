@@ -24,7 +24,7 @@ from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.trace import Trace
 from verify.planted import trace_with
-from verify.runs import bdh, failed, on, ragged, with_adamw
+from verify.runs import bdh, failed, ragged, runner_on, with_adamw
 
 
 @with_adamw
@@ -35,7 +35,7 @@ def test_ddp_equals_one_device(
     pool2: Pool, pool4: Pool, procs: int, accumulation: int, global_batch_size: int, adamw: bool
 ) -> None:
     run = ragged(global_batch_size=global_batch_size, gradient_accumulation=accumulation)
-    single, ddp = prove(run, procs, ["single", "ddp"], runner=on({2: pool2, 4: pool4}[procs], adamw=adamw))
+    single, ddp = prove(run, procs, ["single", "ddp"], runner=runner_on({2: pool2, 4: pool4}[procs], adamw=adamw))
     assert failed(single) == {}
     assert failed(ddp) == {}
 
@@ -43,7 +43,7 @@ def test_ddp_equals_one_device(
 @pytest.mark.parametrize("procs", [2, 4])
 def test_bdh_under_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path, procs: int) -> None:
     run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
-    (ddp,) = prove(run, procs, ["ddp"], runner=on({2: pool2, 4: pool4}[procs]))
+    (ddp,) = prove(run, procs, ["ddp"], runner=runner_on({2: pool2, 4: pool4}[procs]))
     assert failed(ddp) == {}
 
 
@@ -51,7 +51,7 @@ def test_bdh_under_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Pat
 @pytest.mark.parametrize("procs", [2, 4])
 def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path, procs: int) -> None:
     run = bdh(tmp_path, global_batch_size=12, gradient_accumulation=3, compile=True)
-    (ddp,) = prove(run, procs, ["ddp"], runner=on({2: pool2, 4: pool4}[procs]))
+    (ddp,) = prove(run, procs, ["ddp"], runner=runner_on({2: pool2, 4: pool4}[procs]))
     assert failed(ddp) == {}
 
 
@@ -66,14 +66,14 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
 )
 def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, words: str) -> None:
     run = ragged(global_batch_size=12, gradient_accumulation=3)
-    (verdict,) = prove(run, 2, ["ddp"], runner=on(pool2, partial(trace_with, bug), adamw=False))
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, partial(trace_with, bug), adamw=False))
     assert words in failed(verdict)[check]
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
     """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)
-    runner = on(pool2, partial(trace_with, "gathers everything"), adamw=False)
+    runner = runner_on(pool2, partial(trace_with, "gathers everything"), adamw=False)
     (verdict,) = prove(run, 2, ["ddp"], runner=runner)
     assert {"matmul FLOPs", "collectives"} <= failed(verdict).keys()
     by_name = {check.name: check for check in verdict.checks}
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
 
 
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
-    (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=on(pool2, adamw=False))
+    (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
     assert not verdict.passed
     assert verdict.mixing == ["2"]
 
@@ -167,7 +167,7 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
         sharding,
     ]
     run = load_run(toy.config, [*mesh, "model.hidden=64", "launch.procs_per_node=4"])
-    (verdict,) = prove(run, 4, [OWN], runner=on(pool4))
+    (verdict,) = prove(run, 4, [OWN], runner=runner_on(pool4))
     assert failed(verdict) == {}
     assert (verdict.layout, verdict.own_layout) == (OWN, "mesh, dp_shard 2 × tp 2, SHARD_GRAD_OP")
     said: list[str] = []
@@ -182,7 +182,7 @@ def test_a_layout_that_is_no_row_is_proved_too(toy: ToyRun, pool4: Pool) -> None
 @pytest.fixture
 def command_on_pool(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `shoal verify` use the processes of the pool; tests/test_docs.py tests it with new processes."""
-    monkeypatch.setattr("shoal.verify.prove", partial(prove, runner=on(pool2)))
+    monkeypatch.setattr("shoal.verify.prove", partial(prove, runner=runner_on(pool2)))
 
 
 @pytest.mark.usefixtures("command_on_pool")

@@ -10,7 +10,7 @@ from pool import Pool
 
 from shoal.errors import UserError
 from shoal.verify import prove
-from verify.runs import bdh, failed, llama, on, ragged, with_adamw
+from verify.runs import bdh, failed, llama, ragged, runner_on, with_adamw
 
 SHARDINGS = ["fsdp", "fsdp_shard_grad_op", "fsdp_no_shard"]
 MODELS = {"bdh": bdh, "llama": llama}
@@ -21,14 +21,14 @@ EVERY_TIME = {"fsdp": {"reduce_every_micro_batch": True}}
 def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
     """Neither the batch nor the parameters are divisible by the number of ranks, and sequences differ in length."""
     run = ragged(global_batch_size=11, gradient_accumulation=accumulation)
-    for verdict in prove(run, 2, SHARDINGS, runner=on(pool2)):
+    for verdict in prove(run, 2, SHARDINGS, runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
 
 
 @with_adamw
 def test_replicas_of_shards_equal_one_device(pool4: Pool, adamw: bool) -> None:
     run = ragged(global_batch_size=13, gradient_accumulation=3)
-    for verdict in prove(run, 4, ["fsdp", "fsdp_hybrid"], runner=on(pool4, adamw=adamw)):
+    for verdict in prove(run, 4, ["fsdp", "fsdp_hybrid"], runner=runner_on(pool4, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -37,7 +37,10 @@ def test_replicas_of_shards_equal_one_device(pool4: Pool, adamw: bool) -> None:
 def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, procs: int, adamw: bool) -> None:
     run = ragged(distributed=EVERY_TIME, global_batch_size=11, gradient_accumulation=3)
     (verdict,) = prove(
-        run, procs, ["fsdp" if procs == 2 else "fsdp_hybrid"], runner=on({2: pool2, 4: pool4}[procs], adamw=adamw)
+        run,
+        procs,
+        ["fsdp" if procs == 2 else "fsdp_hybrid"],
+        runner=runner_on({2: pool2, 4: pool4}[procs], adamw=adamw),
     )
     assert failed(verdict) == {}
 
@@ -49,7 +52,7 @@ def test_models_sharded_recomputed_and_chunked_equal_one_device(
 ) -> None:
     less_memory = {"activation_checkpointing": "full", "loss_chunks": 3}
     run = MODELS[model](tmp_path, global_batch_size=7, gradient_accumulation=2, **less_memory)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=runner_on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
@@ -57,7 +60,7 @@ def test_models_sharded_recomputed_and_chunked_equal_one_device(
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16"])
 def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, precision: str, adamw: bool) -> None:
     run = llama(tmp_path, global_batch_size=8, gradient_accumulation=2, mixed_precision=precision)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=runner_on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
@@ -65,13 +68,15 @@ def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, pre
 def test_options_are_proved_too(pool2: Pool, tmp_path: Path, adamw: bool) -> None:
     options = {"wrap_classes": ["LlamaMLP", "LlamaAttention"], "forward_prefetch": True}
     run = llama(tmp_path, {"fsdp": options}, global_batch_size=6)
-    (verdict,) = prove(run, 2, ["fsdp"], runner=on(pool2, adamw=adamw))
+    (verdict,) = prove(run, 2, ["fsdp"], runner=runner_on(pool2, adamw=adamw))
     assert failed(verdict) == {}
 
 
 @with_adamw
 def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool, adamw: bool) -> None:
-    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, [*SHARDINGS, "ddp"], runner=on(pool2, adamw=adamw)):
+    for verdict in prove(
+        ragged("Frozen", global_batch_size=8), 2, [*SHARDINGS, "ddp"], runner=runner_on(pool2, adamw=adamw)
+    ):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -79,7 +84,7 @@ def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool, adamw: bool)
 @pytest.mark.parametrize(("fsdp", "precision"), [({"reduce_dtype": "bf16"}, "bf16"), ({"param_dtype": "bf16"}, "bf16")])
 def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str, adamw: bool) -> None:
     run = ragged(distributed={"fsdp": fsdp}, global_batch_size=8, mixed_precision=precision)
-    for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=on(pool2, adamw=adamw)):
+    for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -87,13 +92,13 @@ def test_layouts_that_do_not_fit_are_left_out_or_refused(pool2: Pool) -> None:
     with pytest.raises(
         UserError, match="--strategies fsdp_hybrid: 2 processes are too few for this mesh; use --procs 4 or more"
     ):
-        prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=on(pool2))
+        prove(ragged(global_batch_size=8), 2, ["fsdp_hybrid"], runner=runner_on(pool2))
     with pytest.raises(
         UserError, match="--strategies ddp: ddp does not support mixed_precision: pure_bf16; use fsdp or bf16"
     ):
-        prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=on(pool2))
+        prove(ragged(global_batch_size=8, mixed_precision="pure_bf16"), 2, ["ddp"], runner=runner_on(pool2))
     with pytest.raises(UserError, match=r"--strategies fsdp_no_shard: .*reduce_every_micro_batch"):
-        prove(ragged(distributed=EVERY_TIME, global_batch_size=8), 2, ["fsdp_no_shard"], runner=on(pool2))
+        prove(ragged(distributed=EVERY_TIME, global_batch_size=8), 2, ["fsdp_no_shard"], runner=runner_on(pool2))
 
 
 @pytest.mark.slow
@@ -117,7 +122,7 @@ def test_the_matrix(
     layouts = [*SHARDINGS, *(["fsdp_hybrid"] if procs == 4 else [])]
     if every_time:
         layouts.remove("fsdp_no_shard")  # where it would save nothing, and is refused
-    for verdict in prove(run, procs, layouts, runner=on({2: pool2, 4: pool4}[procs])):
+    for verdict in prove(run, procs, layouts, runner=runner_on({2: pool2, 4: pool4}[procs])):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -127,5 +132,5 @@ def test_the_matrix(
 def test_compiled(pool2: Pool, tmp_path: Path, model: str, recompute: str) -> None:
     keys = {"compile": True, "activation_checkpointing": recompute, "loss_chunks": 2}
     run = MODELS[model](tmp_path, global_batch_size=8, gradient_accumulation=2, **keys)
-    for verdict in prove(run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op"], runner=on(pool2)):
+    for verdict in prove(run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op"], runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout

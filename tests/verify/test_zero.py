@@ -12,7 +12,7 @@ from pool import Pool
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.layouts import LAYOUTS, why_not
-from verify.runs import bdh, failed, llama, on, ragged, with_adamw
+from verify.runs import bdh, failed, llama, ragged, runner_on, with_adamw
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 
@@ -25,7 +25,7 @@ MODELS = {"bdh": bdh, "llama": llama}
 def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
     """Neither the batch nor the parameters are divisible by the number of ranks, and sequences differ in length."""
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=11, gradient_accumulation=accumulation)
-    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+    for verdict in prove(run, 2, STAGES, runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
         details = {check.name: check.detail for check in verdict.checks}
         assert details["optimizer bytes"].startswith("0.50 of one device ")
@@ -34,14 +34,14 @@ def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
 
 @with_adamw
 def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool, adamw: bool) -> None:
-    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=on(pool2, adamw=adamw)):
+    for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
 @pytest.mark.slow
 def test_half_precision(pool2: Pool) -> None:
     run = ragged(distributed={"deepspeed": ALL_SPLIT}, global_batch_size=8, mixed_precision="bf16")
-    for verdict in prove(run, 2, ["zero_2", "zero_3"], runner=on(pool2)):
+    for verdict in prove(run, 2, ["zero_2", "zero_3"], runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -49,7 +49,7 @@ def test_half_precision(pool2: Pool) -> None:
 def test_offloaded(pool2: Pool) -> None:
     offload = {**ALL_SPLIT, "offload_optimizer": "cpu"}
     run = ragged(distributed={"deepspeed": offload}, global_batch_size=11, gradient_accumulation=3)
-    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+    for verdict in prove(run, 2, STAGES, runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -58,7 +58,7 @@ def test_offloaded(pool2: Pool) -> None:
 def test_a_model_recomputed_and_chunked_in_half_precision(pool2: Pool, tmp_path: Path, precision: str) -> None:
     less_memory = {"activation_checkpointing": "full", "loss_chunks": 3, "mixed_precision": precision}
     run = llama(tmp_path, {"deepspeed": ALL_SPLIT}, global_batch_size=8, gradient_accumulation=2, **less_memory)
-    (verdict,) = prove(run, 2, ["zero_3"], runner=on(pool2))
+    (verdict,) = prove(run, 2, ["zero_3"], runner=runner_on(pool2))
     assert failed(verdict) == {}
 
 
@@ -86,7 +86,7 @@ def test_the_matrix(
 ) -> None:
     keys = {"global_batch_size": 13, "gradient_accumulation": accumulation, **less_memory}
     run = MODELS[model](tmp_path, {"deepspeed": ALL_SPLIT}, **keys)
-    for verdict in prove(run, procs, STAGES, runner=on({2: pool2, 4: pool4}[procs])):
+    for verdict in prove(run, procs, STAGES, runner=runner_on({2: pool2, 4: pool4}[procs])):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -94,5 +94,5 @@ def test_the_matrix(
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled(pool2: Pool, tmp_path: Path, model: str) -> None:
     run = MODELS[model](tmp_path, global_batch_size=8, gradient_accumulation=2, compile=True)
-    for verdict in prove(run, 2, STAGES, runner=on(pool2)):
+    for verdict in prove(run, 2, STAGES, runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout

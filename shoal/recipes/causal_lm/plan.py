@@ -39,15 +39,10 @@ def _blocks(model: nn.Module) -> Iterator[str]:
 
 def _scores_with_output_layer(model: Any) -> bool:
     """Returns whether the logits are exactly the output of a linear layer: the model does not scale or cap them."""
-    config = model.config.get_text_config().to_dict()
-    changed = any(_changes_logits(key) and value is not None for key, value in config.items())
-    return isinstance(model.get_output_embeddings(), nn.Linear) and not changed
-
-
-def _changes_logits(key: str) -> bool:
-    """Returns whether a configuration key scales or caps the logits."""
+    keys = {key for key, value in model.config.get_text_config().to_dict().items() if value is not None}
     # final_logit_softcapping (Gemma), logit_scale (Cohere), logits_scaling (Granite), lm_head_multiplier (Falcon H1)
-    return key == "lm_head_multiplier" or ("logit" in key and "attn" not in key and "router" not in key)
+    changed = "lm_head_multiplier" in keys or any("logit" in k and "attn" not in k and "router" not in k for k in keys)
+    return isinstance(model.get_output_embeddings(), nn.Linear) and not changed
 
 
 def _order(model: Any, blocks: Sequence[str], embed: str | None, output: str | None) -> tuple[str, ...]:
@@ -77,14 +72,11 @@ def _tensor_styles(model: Any, embed: str | None, head: str | None, output: str 
     styles |= {embed: "vocabulary", head: "vocabulary"}
     if not any(hasattr(module, "exchange") for module in model.modules()):
         return styles  # this attention makes masks as long as its input, so sequences cannot be split around it
-    planned = [name for name, _ in model.named_modules() if any(_matches(name, pattern) for pattern in styles)]
+    # In the patterns of transformers `*` stands for a number.
+    patterns = [re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in styles]
+    planned = [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
     for name, module in model.named_modules():
         inside = any(f"{name}.".startswith(f"{other}.") for other in planned)
         if next(module.parameters(recurse=False), None) is not None and not inside:
             styles[name] = "sequence"  # a norm
     return styles
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Returns whether a module name matches a pattern of transformers, in which `*` stands for a number."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None

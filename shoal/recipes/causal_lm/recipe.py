@@ -15,8 +15,15 @@ from shoal.data import TextDataset
 from shoal.data.hub import hub
 from shoal.errors import UserError
 from shoal.models.causal_attention import use_causal_attention
-from shoal.recipes.causal_lm.config import CausalLMConfig, import_transformers, known_keys, make_config, one_line
-from shoal.recipes.causal_lm.folder import fetch_folder, safetensors_in
+from shoal.recipes.causal_lm.config import (
+    CausalLMConfig,
+    fetch_folder,
+    import_transformers,
+    known_keys,
+    make_config,
+    one_line,
+    safetensors_in,
+)
 from shoal.recipes.causal_lm.plan import make_plan
 from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
@@ -195,15 +202,12 @@ class CausalLMRecipe(TextRecipe):
 
         The text has a fixed length, because all ranks of a sharded model have to call it equally often.
         """
-        config: Any = model.config
-        prompt = self.prompt(model)
-        remaining = (_max_positions(config.get_text_config()) or 1 << 30) - prompt.shape[1]
-        length = min(PREVIEW_TOKENS, remaining)
+        generator: Any = model
+        config, prompt = generator.config.get_text_config(), self.prompt(model)
+        length = min(PREVIEW_TOKENS, (_max_positions(config) or 1 << 30) - prompt.shape[1])
         if length < 1:
             return self.tokenizer.decode(prompt[0].tolist())
-        unused_tokens = list(range(self.tokenizer.vocab_size, config.get_text_config().vocab_size))
-        generation: Any = model.generate
-        (tokens,) = generation(
+        tokens = generator.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,
@@ -212,9 +216,9 @@ class CausalLMRecipe(TextRecipe):
             min_new_tokens=length,
             max_new_tokens=length,
             pad_token_id=0,
-            suppress_tokens=unused_tokens or None,
-        ).tolist()
-        return self.tokenizer.decode(tokens)
+            suppress_tokens=list(range(self.tokenizer.vocab_size, config.vocab_size)) or None,
+        )
+        return self.tokenizer.decode(tokens[0].tolist())
 
 
 def _max_positions(text_config: Any) -> int | None:
