@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.checkpoint.manifest import dtype_name, parse_dtype, parse_lengths
@@ -33,7 +32,7 @@ from shoal.checkpoint.regions import whole_region
 from shoal.errors import UserError, one_line
 from shoal.tensors import fingerprint, local_part, tensors_with_names
 from shoal.types import TrainState, Weights
-from shoal.weights.conversion import FileTensor
+from shoal.weights.conversion import FileTensor, open_safetensors
 from shoal.weights.from_files import sources_of
 
 if TYPE_CHECKING:
@@ -155,14 +154,7 @@ def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, Ba
 
 def files_by_tensor(files: Iterable[Path]) -> dict[str, Path]:
     """Returns the file of each tensor by its name in the files. Of two with one name, the later file's counts."""
-    paths: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                paths |= dict.fromkeys(opened.keys(), file.absolute())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read as safetensors: {error}") from None
-    return paths
+    return {name: file.absolute() for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118  a file is no mapping
 
 
 class FrozenBase:
@@ -201,10 +193,8 @@ class FrozenBase:
         """Returns the tensors that on all ranks still have the values in the files."""
         if not self.tensors:
             return {}
-        changed = self._fingerprints(model_state) != self._local_fingerprints
-        changed_names = self._peers.union(
-            {self._local_names[index]: True for index in changed.nonzero().flatten().tolist()}
-        )
+        changed = (self._fingerprints(model_state) != self._local_fingerprints).nonzero().flatten().tolist()
+        changed_names = self._peers.union({self._local_names[index]: True for index in changed})
         return {name: tensor for name, tensor in self.tensors.items() if name not in changed_names}
 
     def check(self, checkpoint: Checkpoint, model_state: Mapping[str, Tensor]) -> dict[str, Any]:

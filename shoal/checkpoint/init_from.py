@@ -5,7 +5,6 @@ No code in these files is ever run.
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -24,9 +23,9 @@ from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError, one_line
 from shoal.tensors import logical_shape, tensors_with_names
+from shoal.weights.from_files import weight_files
 
 KEY = "checkpoint.init_from"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict")
 """The keys under which other programs put the weights in a file that holds more than weights."""
@@ -98,10 +97,12 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
             return checkpoint.stored_state().model, checkpoint.base
         except DamagedCheckpoint as error:
             raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
-    weights: dict[str, Tensor] = {}
-    for file in [place] if place.is_file() else _files_in(place):
-        weights |= _read_file(file)
-    return weights, {}
+    files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
+    if not files:
+        raise UserError(
+            f"{KEY} = {str(place)!r} is not a checkpoint and has no model.safetensors; give the weight file itself"
+        )
+    return {name: tensor for file in files for name, tensor in _read_file(file).items()}, {}
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -117,22 +118,6 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         f"{KEY} = {str(path)!r} is a file of an unknown kind; give a checkpoint, a folder that transformers saved, a "
         f".safetensors file, or a state dict in a file that ends in {', '.join(_TORCH_SUFFIXES)}"
     )
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Returns the weight files in a folder that transformers saved. Refuses names of files outside the folder."""
-    if (folder / _INDEX).exists():
-        try:
-            names = sorted({str(name) for name in json.loads((folder / _INDEX).read_text())["weight_map"].values()})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{KEY}: {folder / _INDEX} is damaged; save the model again") from None
-        for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise UserError(f"{KEY}: {folder / _INDEX} names {name!r}, which is not in its folder")
-        return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    raise UserError(f"{KEY} = {str(folder)!r} is not a checkpoint and has no {_SINGLE}; give the weight file itself")
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:

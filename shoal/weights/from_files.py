@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,24 @@ from shoal.errors import UserError
 from shoal.tensors import local_part, local_slices, tensors_with_names
 from shoal.types import Weights
 from shoal.weights.conversion import FileTensor, Source, open_files
+
+
+def weight_files(folder: Path, key: str, advice: str) -> list[Path]:
+    """Returns the weight files in a folder that transformers saved, or none if it has no safetensors.
+
+    An index may name only files in its own folder. `key` and `advice` begin and end the message of a UserError.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        return [single] if single.is_file() else []
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{key}: {index} is damaged; {advice}") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{key}: {index} names {name!r}, which is not in its folder; {advice}")
+    return [folder / name for name in names]
 
 
 def sources_of(weights: Weights, file_names: Collection[str]) -> Mapping[str, Source]:
@@ -64,7 +84,7 @@ def parameters_to_draw(model: nn.Module, weights: Weights) -> set[nn.Parameter]:
     files = open_files(weights.files)
     missing = {tensor for tensor, _, sources in _tensors_with_sources(model, weights, files) if not sources}
     by_module = (set(module.parameters(recurse=False)) for module in model.modules())
-    return set[nn.Parameter]().union(*(parameters for parameters in by_module if parameters & missing))
+    return {parameter for parameters in by_module if parameters & missing for parameter in parameters}
 
 
 def _tensors_with_sources(

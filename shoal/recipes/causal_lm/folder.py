@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from shoal.data.hub import snapshot
 from shoal.errors import UserError
+from shoal.weights.from_files import weight_files
 
 
 def fetch_folder(name: str, revision: str | None, with_code: bool, local_only: bool = False) -> Path:
@@ -29,18 +29,8 @@ def is_folder(name: str) -> bool:
 
 def safetensors_in(folder: Path) -> tuple[Path, ...]:
     """Returns the files of weights in a folder that transformers saved. Raises UserError if it has no safetensors."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            raise UserError(f"model.name: {index} is damaged; download it again") from None
-        for name in names:
-            if not (folder / name).is_file() or Path(name).name != name:
-                raise UserError(f"model.name: {index} names {name!r}, which is not in {folder}; download it again")
-        return tuple(folder / name for name in names)
-    if single.exists():
-        return (single,)
+    if files := weight_files(folder, "model.name", "download it again"):
+        return tuple(files)
     pickles = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
     contents = "only pickles, which may hold code and are not opened" if pickles else "no weights"
     raise UserError(f"model.name: {folder} has {contents}; save the model as model.safetensors")
