@@ -33,8 +33,6 @@ from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
 from shoal.errors import UserError
 
-__all__ = ["Fitted", "fit_file", "fit_json", "idle_keys", "read_json"]
-
 
 @dataclass
 class Fitted:
@@ -84,11 +82,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def fit_file(path: str, training: TrainingConfig, processes: int) -> Fitted:
-    """Checks a JSON file before processes start, as the strategy will do afterwards."""
-    return fit_json(read_json(path), training, processes, f"distributed.deepspeed.config_file {path}")
-
-
 def fit_json(
     document: Mapping[str, Any],
     training: TrainingConfig | None,
@@ -115,14 +108,15 @@ def fit_json(
             stage,
             "is not a stage that splits anything; use 1, 2 or 3, or distributed.strategy: ddp",
         )
-    offload = {
-        "offload_optimizer": keys_of_offload(zero.get("offload_optimizer"), "offload_optimizer"),
-        "offload_param": keys_of_offload(zero.get("offload_param"), "offload_parameters"),
-    }
     table = {
         **TOP,
         **(keys_of_run(training, processes) if training else keys_of_loop(mixed_precision)),
-        "zero_optimization": {**ZERO, **idle_keys(int(stage)), **offload},
+        "zero_optimization": {
+            **ZERO,
+            **idle_keys(int(stage)),
+            "offload_optimizer": keys_of_offload(zero.get("offload_optimizer"), "offload_optimizer"),
+            "offload_param": keys_of_offload(zero.get("offload_param"), "offload_parameters"),
+        },
     }
     fitted, names = Fitted(), dict[str, str]()
     for name, value, entry in _entries(document, table, f"{where}: "):

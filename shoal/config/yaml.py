@@ -1,8 +1,12 @@
-"""Reads and writes YAML 1.2, in which `1e-4` is a number and `on` is a text, and finds the line of every value."""
+"""Reads and writes config files, with the bases that they extend and the overrides of the command line.
+
+They are YAML 1.2, in which `1e-4` is a number and `on` is a text. The line of every value is kept for messages.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ Tree = dict[str, Any]
 """A config as nested dicts."""
 Sources = dict[str, str]
 """Where each value was set, such as `run.yaml:3`, by dotted key."""
+COMMAND_LINE = "command line"
+"""The source of values that were set by an override."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,6 +44,61 @@ for tag, pattern, first_characters in (
 _PLAIN = re.compile(r"^[A-Za-z_./~][\w./+:-]*(?<!:)$", re.ASCII)  # a text that needs no quotes, even inside a list
 
 _WORDS = {"None": "null", "True": "true", "False": "false", "inf": ".inf", "-inf": "-.inf", "nan": ".nan"}
+
+
+def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[Tree, Sources]:
+    """Returns the merged tree, and where each of its values came from by dotted key."""
+    tree: Tree = {}
+    sources: Sources = {}
+    for later, later_sources in (*_read_with_bases(path, ()), *map(_parse_override, overrides)):
+        tree, sources = merge(tree, later), {**sources, **later_sources}
+    return tree, {key: sources[key] for key in _leaves(tree) if key in sources}
+
+
+def merge(tree: Tree, later: Tree) -> Tree:
+    """Returns both trees in one. Sections merge key by key; of other values the later wins."""
+    sections = {
+        key: merge(tree[key], new) for key, new in later.items() if is_section(new) and is_section(tree.get(key))
+    }
+    return {**tree, **later, **sections}
+
+
+def _read_with_bases(path: Path, extended_by: tuple[Path, ...]) -> Iterator[tuple[Tree, Sources]]:
+    """Yields the bases of a file in their order, each after its own bases, and then the file."""
+    real = path.resolve()
+    if real in extended_by:
+        raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(map(str, (*extended_by, real)))}")
+    tree, sources = read_yaml(path)
+    bases = tree.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: extends = {bases!r} should be a file name or a list of them")
+    for base in bases:
+        yield from _read_with_bases(path.parent / base, (*extended_by, real))
+    yield tree, sources
+
+
+def _parse_override(override: str) -> tuple[Tree, Sources]:
+    """Returns `training.max_steps=5` as a tree."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} should have the form section.key=value")
+    try:
+        tree = parse_value(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value does not parse as YAML; quote it if it is text") from None
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree, dict.fromkeys(_leaves(tree), COMMAND_LINE)
+
+
+def _leaves(value: Any, dotted: str = "") -> Iterator[str]:
+    """Yields the dotted keys of all values that are not sections."""
+    if not is_section(value):
+        yield dotted
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{dotted}.{key}" if dotted else key)
 
 
 def parse_value(text: str) -> Any:

@@ -17,9 +17,8 @@ from pydantic import BaseModel
 
 from shoal.config import Run, load_run
 from shoal.config.layout import Layout
-from shoal.config.overrides import merge
 from shoal.config.schema import Config
-from shoal.config.yaml import format_value, parse_value
+from shoal.config.yaml import format_value, merge, parse_value
 from shoal.errors import UserError
 
 MINIMAL = "recipe: bdh\ntraining: {max_steps: 5}\n"
