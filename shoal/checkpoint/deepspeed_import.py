@@ -47,9 +47,14 @@ def import_deepspeed(trusted: Path, out: Path) -> dict[str, Any]:
         raise UserError(f"{folder} has a format that shoal does not know: {reason}") from None
     layout = {"strategy": "deepspeed", "world_size": len(files), "data_size": len(files)}
     write_checkpoint(out, state, {"step": step}, {"layout": layout, **names, "imported_from": str(folder)})
-    slots = sorted({slot for slots in state.optimizer.values() for slot in slots})
-    facts = {"path": str(out), "stage": stage, "ranks": len(files), "step": step}
-    return {**facts, "tensors": len(state.model), "slots": slots}
+    return {
+        "path": str(out),
+        "stage": stage,
+        "ranks": len(files),
+        "step": step,
+        "tensors": len(state.model),
+        "slots": sorted({slot for slots in state.optimizer.values() for slot in slots}),
+    }
 
 
 class _UnknownFormat(Exception):

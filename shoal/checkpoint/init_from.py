@@ -122,13 +122,12 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     """Returns the state dict in a torch file, read by the restricted unpickler (`weights_only`)."""
-    load: Callable[..., Any] = torch.load
     try:
         with path.open("rb") as file:
             mapped = file.read(2) == b"PK"  # the zip format since torch 1.6; older files cannot be mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about other pickle protocols; the refusal below says enough
-            loaded = load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         raise UserError(
             f"{KEY}: {path} holds more than tensors, which could be code, so it is not opened; save only the state "
@@ -148,5 +147,4 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 def _read(value: Any) -> Tensor:
     """Returns the values of a tensor that may be a StoredTensor."""
-    whole: Tensor = value if isinstance(value, Tensor) else value.read()
-    return whole
+    return value if isinstance(value, Tensor) else value.read()

@@ -33,8 +33,7 @@ _MAX_DIMENSIONS = 64
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a checkpoint and adds a digest of the manifest itself."""
-    text = json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1)
-    (folder / MANIFEST).write_text(text)
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

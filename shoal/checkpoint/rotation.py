@@ -196,8 +196,7 @@ class CheckpointManager:
                     self._metrics[step] = None
                 except UserError:  # written by another version of shoal: neither counted nor removed
                     continue
-            metrics = self._metrics[step]
-            if metrics is not None:
+            if (metrics := self._metrics[step]) is not None:
                 values[step] = metrics.get(self.metric)
         return values
 
@@ -213,8 +212,7 @@ def steps_to_keep(
 def best_first(values: Mapping[int, float | None], mode: Mode) -> list[int]:
     """Returns the steps that have a value, best first; of two equal ones the earlier first."""
     sign = 1 if mode == "min" else -1
-    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
-    return [step for _, step in ranked]
+    return [step for _, step in sorted((sign * value, step) for step, value in values.items() if value is not None)]
 
 
 def find_best_checkpoint(output_dir: str | Path, metric: str = "eval/loss", mode: Mode = "min") -> Path | None:
