@@ -28,7 +28,7 @@ from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.pieces import StoredTensor, write_safetensors
 from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, as_user_error, one_line
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
 
@@ -232,13 +232,9 @@ def _build(recipe: Any, source: Source) -> Any:
     The config is not trusted: the model is built on the meta device, and its shapes are compared with the checkpoint's
     before it gets memory.
     """
-    try:
-        with parameters_on_meta():
-            model = recipe.build_model()
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(
-            f"the model in the config of {source.checkpoint.folder} cannot be built: {one_line(error)}"
-        ) from None
+    message = f"the model in the config of {source.checkpoint.folder} cannot be built"
+    with as_user_error(message, RuntimeError, MemoryError), parameters_on_meta():
+        model = recipe.build_model()
     shapes = {name: [*tensor.shape] for name, tensor in named_tensors(model).items()}
     check_same_model(source.checkpoint, shapes, "its config was altered; use --to safetensors")
     first_names = {id(tensor): names[0] for tensor, names in tensors_with_names(model)}

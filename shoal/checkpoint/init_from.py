@@ -21,7 +21,7 @@ from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, as_user_error, one_line
 from shoal.tensors import logical_shape, tensors_with_names
 from shoal.weights.from_files import weight_files
 
@@ -92,11 +92,9 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
             raise UserError(f"{KEY} = {path!r}: all its checkpoints are damaged; give another run or file")
         place = latest
     if (place / MANIFEST).exists():
-        try:
+        with as_user_error(f"{KEY} = {path!r} is a damaged checkpoint", DamagedCheckpoint):
             checkpoint = open_checkpoint(place)
             return checkpoint.stored_state().model, checkpoint.base
-        except DamagedCheckpoint as error:
-            raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
     files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
     if not files:
         raise UserError(
@@ -108,10 +106,8 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
 def _read_file(path: Path) -> dict[str, Tensor]:
     """Returns the tensors in a file by name."""
     if path.suffix == ".safetensors":
-        try:
+        with as_user_error(f"{KEY}: {path} cannot be read as safetensors", *READ_ERRORS):
             return load_file(path)  # mapped into memory: tensors that are not used are not read
-        except READ_ERRORS as error:
-            raise UserError(f"{KEY}: {path} cannot be read as safetensors: {one_line(error)}") from None
     if path.suffix in _TORCH_SUFFIXES:
         return _read_torch(path)
     raise UserError(

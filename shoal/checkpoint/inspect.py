@@ -24,7 +24,7 @@ from shoal.checkpoint.manifest import MANIFEST, SECTIONS, dtype_name
 from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, tensor_digest
 from shoal.checkpoint.store import TRAINER, Checkpoint, open_checkpoint
 from shoal.config.mesh import say_mesh
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 
 CONFIG_HIGHLIGHTS = (
     "recipe",
@@ -191,12 +191,15 @@ def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
     not_shared = sorted(name for name in tensors_a.keys() ^ tensors_b.keys() if not name.startswith("strategy/"))
     differing = [found for name in shared if (found := _compare(name, tensors_a[name], tensors_b[name], rtol))]
     position_a, position_b = _position_of(a), _position_of(b)
-    keys = (k for k in sorted(position_a.keys() | position_b.keys()) if position_a.get(k) != position_b.get(k))
     return Difference(
         compared=len(shared),
         only_in_a=[name for name in not_shared if name in tensors_a],
         only_in_b=[name for name in not_shared if name in tensors_b],
-        position={key: [position_a.get(key), position_b.get(key)] for key in keys},
+        position={
+            key: [position_a.get(key), position_b.get(key)]
+            for key in sorted(position_a.keys() | position_b.keys())
+            if position_a.get(key) != position_b.get(key)
+        },
         tensors=sorted(differing, key=lambda d: (d.slot is not None, -inf if d.relative is None else -d.relative)),
     )
 
@@ -208,17 +211,15 @@ def remove(path: Path, force: bool = False) -> None:
     if not path.absolute().name.startswith("step_"):
         raise UserError(f"{path} is not a checkpoint, so it is not removed; give a folder named step_…")
     known = [MANIFEST, TRAINER, *(f"{section}{rest}.safetensors" for section in SECTIONS for rest in ("", "-*-of-*"))]
-    entries = (entry for entry in path.iterdir() if not (entry.is_file() and any(map(entry.match, known))))
-    if foreign := sorted(entry.name for entry in entries):
-        raise UserError(f"{path} has {foreign[0]!r}, which is not part of a checkpoint; remove the folder yourself")
+    foreign = [entry.name for entry in path.iterdir() if not (entry.is_file() and any(map(entry.match, known)))]
+    if foreign:
+        raise UserError(f"{path} has {min(foreign)!r}, which is not part of a checkpoint; remove the folder yourself")
     folder = path.resolve()
     newest_first = reversed(step_folders(folder.parent.parent)) if folder.parent.name == "checkpoints" else ()
     if not force and folder == next((step for step in newest_first if next(verify(step))["good"]), None):
         raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it anyway")
-    try:
+    with as_user_error(f"{path} cannot be removed", OSError):
         remove_checkpoint(folder)
-    except OSError as error:
-        raise UserError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 def _check_folder(path: Path, kind: str) -> None:

@@ -66,8 +66,8 @@ def write_safetensors(
             fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    nbytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    return {"bytes": nbytes, "header": hashlib.sha256(header).hexdigest()}, digests
+    num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    return {"bytes": num_bytes, "header": hashlib.sha256(header).hexdigest()}, digests
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

@@ -205,8 +205,8 @@ def steps_to_keep(
     values: Mapping[int, float | None], keep_last: int, keep_best: int = 0, mode: Mode = "min", nth: int | None = None
 ) -> set[int]:
     """Returns the steps to keep: the last ones, the best of those with a value, and every n-th."""
-    last = sorted(values)[-keep_last:]
-    return {*last, *best_first(values, mode)[:keep_best], *(step for step in values if _is_every_nth(step, nth))}
+    every_nth = (step for step in values if _is_every_nth(step, nth))
+    return {*sorted(values)[-keep_last:], *best_first(values, mode)[:keep_best], *every_nth}
 
 
 def best_first(values: Mapping[int, float | None], mode: Mode) -> list[int]:

@@ -216,8 +216,7 @@ def _write_shards(beside: Path, shards: dict[str, LocalShard], peers: Peers) -> 
         names = {name.partition("/")[2]: name for name in shards if name.startswith(f"{section}/")}
         if not names:
             continue
-        tensors = {key: shards[name].tensor for key, name in names.items()}
-        files[file], digests = write_safetensors(beside / file, tensors)
+        files[file], digests = write_safetensors(beside / file, {key: shards[n].tensor for key, n in names.items()})
         for key, name in names.items():
             dtype, shape, region, _ = shards[name]
             piece = {"file": file, "offset": [*region.offset], "shape": [*region.shape], "sha256": digests[key]}

@@ -31,7 +31,7 @@ from shoal.config.deepspeed_keys import (
 from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 
 
 @dataclass
@@ -47,12 +47,9 @@ class Fitted:
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the object in a JSON file."""
     where = f"distributed.deepspeed.config_file = {os.fspath(path)!r}"
-    try:
+    invalid = as_user_error(f"{where} is not valid JSON", ValueError, RecursionError)
+    with as_user_error(f"{where} cannot be read", OSError), invalid:
         document = _parse(Path(path).expanduser().read_text())
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{where} holds a {type(document).__name__}; it should hold an object")
     return document

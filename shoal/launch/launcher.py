@@ -50,9 +50,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
         board = connect_to_board(world, run.config.distributed.init_timeout)  # open until the run has ended
         os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
-        os.environ.setdefault(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"
-        )  # torch's 30 s do not suffice to save large models
+        # torch's 30 s do not suffice to save large models.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
         return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
@@ -72,8 +71,7 @@ def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]
     """Starts the run again and again, until it ends well or must not be restarted; returns the exit code."""
     max_restarts = run.config.launch.max_restarts
     # The number of the attempt is on the board, so that a machine that starts late takes part in the same attempt.
-    first_attempt = int(board.compare_set("attempt", "", "0"))
-    for attempt in range(first_attempt, max_restarts + 1):
+    for attempt in range(int(board.compare_set("attempt", "", "0")), max_restarts + 1):
         run_id = f"attempt {attempt}"
         report_key = HANG_REPORT.format(World(run_id=run_id).attempt_name)
         exit_codes = _run_attempt(run, node, board, run_id, report_key, arguments)

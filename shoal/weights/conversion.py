@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.errors import UserError
+from shoal.errors import as_user_error
 
 OpenFiles = Mapping[str, Any]
 """Tensors in safetensors files by name, mapped into memory: `get_shape()` returns a shape, indexing reads a part."""
@@ -27,10 +27,8 @@ OpenFiles = Mapping[str, Any]
 
 def open_safetensors(path: Path) -> Any:
     """Opens a safetensors file and maps it into memory. Raises UserError if that fails."""
-    try:
+    with as_user_error(f"{path} cannot be read as safetensors", OSError, SafetensorError):
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}") from None
 
 
 def open_files(paths: Iterable[Path]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 from shoal.tensors import local_part, local_slices, tensors_with_names
 from shoal.types import Weights
 from shoal.weights.conversion import FileTensor, Source, open_files
@@ -67,10 +67,8 @@ def check_files(model: nn.Module, weights: Weights) -> str:
                 "give files of this model"
             )
         unused -= needed
-        try:
+        with as_user_error(f"{folder}: {name} cannot be made from {', '.join(sorted(needed)[:3])}", RuntimeError):
             shapes = [[*source.meta(files).shape] for source in sources]
-        except RuntimeError as error:
-            raise UserError(f"{folder}: {name} cannot be made from {', '.join(sorted(needed)[:3])}: {error}") from None
         if shapes and shapes[0] != [*tensor.shape]:
             raise UserError(
                 f"{folder}: {name} has shape {shapes[0]}, but {[*tensor.shape]} in the model; give files of this model"
@@ -81,8 +79,8 @@ def check_files(model: nn.Module, weights: Weights) -> str:
 def parameters_to_draw(model: nn.Module, weights: Weights) -> set[nn.Parameter]:
     """Returns all parameters of every module that has a parameter which is in no file. A module's reset initialises its
     parameters together; those that are in a file are read afterwards."""
-    files = open_files(weights.files)
-    missing = {tensor for tensor, _, sources in _tensors_with_sources(model, weights, files) if not sources}
+    with_sources = _tensors_with_sources(model, weights, open_files(weights.files))
+    missing = {tensor for tensor, _, sources in with_sources if not sources}
     by_module = (set(module.parameters(recurse=False)) for module in model.modules())
     return {parameter for parameters in by_module if parameters & missing for parameter in parameters}
 
