@@ -130,10 +130,10 @@ class Source:
         # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
         buffers = checkpoint.manifest.get("buffers")
         kept = buffers if isinstance(buffers, list) else []
-        self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
-        if dtype:
-            floats = [name for name, d in self.dtypes.items() if d.is_floating_point and name not in kept]
-            self.dtypes |= dict.fromkeys(floats, DTYPES[dtype])
+        self.dtypes = {
+            name: DTYPES[dtype] if dtype and tensor.dtype.is_floating_point and name not in kept else tensor.dtype
+            for name, tensor in self.tensors.items()
+        }
         aliases = as_dict(checkpoint.manifest.get("tied")).items()
         self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
         """Further names of tied tensors: alias → name."""

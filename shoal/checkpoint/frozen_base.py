@@ -110,20 +110,21 @@ def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
 
 def describe_base(tensors: Mapping[str, BaseTensor]) -> dict[str, Any]:
     """Returns the manifest's entry `base`; the inverse of `parse_base`."""
-    sizes: dict[str, int] = {}
-    entries: dict[str, Any] = {}
-    for name, tensor in sorted(tensors.items()):
-        source = tensor.source
-        sizes[str(source.path)] = tensor.files.sizes[source.path]
-        entries[name] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": [*tensor.shape],
-            "file": str(source.path),
-            "key": source.key,
-            "file_dtype": dtype_name(source.dtype),
-            "sha256": source.sha256,
-        }
-    return {"files": {file: {"bytes": size} for file, size in sorted(sizes.items())}, "tensors": entries}
+    sizes = {str(tensor.source.path): tensor.files.sizes[tensor.source.path] for tensor in tensors.values()}
+    return {
+        "files": {file: {"bytes": size} for file, size in sorted(sizes.items())},
+        "tensors": {
+            name: {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": [*tensor.shape],
+                "file": str(tensor.source.path),
+                "key": tensor.source.key,
+                "file_dtype": dtype_name(tensor.source.dtype),
+                "sha256": tensor.source.sha256,
+            }
+            for name, tensor in sorted(tensors.items())
+        },
+    }
 
 
 def base_files(tensors: Mapping[str, BaseTensor]) -> dict[str, str | None]:
@@ -143,13 +144,11 @@ def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, Ba
     if not place.exists():
         raise UserError(f"--base {place}: no such file or folder")
     paths = files_by_tensor(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
-    files, found = BaseFiles(), dict[str, BaseTensor]()
-    for name, tensor in tensors.items():
-        if tensor.source.key not in paths:
-            raise UserError(f"--base {place} has no tensor {tensor.source.key!r}, which the checkpoint refers to")
-        piece = replace(tensor.source, path=paths[tensor.source.key])
-        found[name] = replace(tensor, pieces=(piece,), files=files)
-    return found
+    sources, files = {name: tensor.source for name, tensor in tensors.items()}, BaseFiles()
+    if missing := [source.key for source in sources.values() if source.key not in paths]:
+        raise UserError(f"--base {place} has no tensor {missing[0]!r}, which the checkpoint refers to")
+    pieces = {name: replace(source, path=paths[source.key]) for name, source in sources.items()}
+    return {name: replace(tensor, pieces=(pieces[name],), files=files) for name, tensor in tensors.items()}
 
 
 def files_by_tensor(files: Iterable[Path]) -> dict[str, Path]:
