@@ -75,19 +75,18 @@ def export(
     files = ", ".join(base_files(checkpoint.base))
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        discard(beside)
-        source = Source(checkpoint, dtype, adapter_only)
-        notes = _WRITERS[to](source, beside)
-        nbytes = _flush_with_default_mode(beside)
-        swap_in(beside, out.absolute())
+        with as_user_error(f"{out} cannot be written", OSError, SafetensorError):
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            discard(beside)
+            source = Source(checkpoint, dtype, adapter_only)
+            notes = _WRITERS[to](source, beside)
+            nbytes = _flush_with_default_mode(beside)
+            swap_in(beside, out.absolute())
     except FrozenBaseError as error:
         raise UserError(
             f"{checkpoint.folder} refers to frozen weights, but {error}; give --base PATH if they were moved, or "
             "--adapter-only with --to safetensors or torch to export only the stored tensors"
         ) from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{out} cannot be written: {error}") from None
     finally:
         discard(beside)
     if adapter_only:
@@ -281,14 +280,14 @@ def _quiet_transformers() -> Iterator[Any]:
     import transformers
 
     bars, deepspeed = transformers.utils.logging, logging.getLogger("DeepSpeed")
-    shown, heard = bars.is_progress_bar_enabled(), deepspeed.disabled
+    had_bars, was_disabled = bars.is_progress_bar_enabled(), deepspeed.disabled
     deepspeed.disabled = True
     bars.disable_progress_bar()
     try:
         yield transformers
     finally:
-        deepspeed.disabled = heard
-        if shown:
+        deepspeed.disabled = was_disabled
+        if had_bars:
             bars.enable_progress_bar()
 
 

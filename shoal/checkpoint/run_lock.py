@@ -134,10 +134,9 @@ class RunLock:
         """Raises UserError if another run has taken over the folder, as happens if this one was suspended for long."""
         if self._holds_lock() or self._restore_deleted_file():
             return
-        other = Holder.parse(_read(self.path))
         raise UserError(
-            f"{self.folder} was taken over by {other or 'another run'} while this run was suspended; this run ends "
-            "without another save, and the other one resumes from the last checkpoint"
+            f"{self.folder} was taken over by {Holder.parse(_read(self.path)) or 'another run'} while this run was "
+            "suspended; this run ends without another save, and the other one resumes from the last checkpoint"
         )
 
     def _watch_holder(self) -> str | None:
