@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """A mistake in what the user gave us, told in one line: the key, the value, what would be right.
+    """A mistake that the user can correct. The message is one line: the key, the value, and what to do.
 
     The command line prints it without a traceback and exits with code 2.
     """

@@ -23,7 +23,7 @@ RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.cau
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 """The sections whose keys the recipe declares."""
 DEFAULT = "default"
-"""The source of values that nobody set."""
+"""The source of values that neither a file nor the command line sets."""
 
 
 @dataclass(frozen=True)
