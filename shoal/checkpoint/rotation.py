@@ -70,18 +70,16 @@ class CheckpointManager:
         """Returns the folder of a step's checkpoint."""
         return step_folder(self.output_dir, step)
 
-    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> Path:
+    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
         """Publishes a checkpoint, and then removes those that need not be kept any longer.
 
         Raises OSError on every rank if it cannot be written, with the other checkpoints left as they were; in the
         background, `wait` raises it. `trainer["metrics"]` has the metrics of the step, if it was evaluated.
         """
-        path = self.path_of(trainer["step"])
         self.wait()
         self.last_attempted_step = trainer["step"]
         ALL.run_on_rank_0(lambda: self._check_ready(expected_bytes(state)))
-        self._saver.save(path, state, trainer, about, lambda: self._published(trainer))
-        return path
+        self._saver.save(self.path_of(trainer["step"]), state, trainer, about, lambda: self._published(trainer))
 
     def wait(self) -> None:
         """Waits until nothing is being written, and raises the error of the last save."""

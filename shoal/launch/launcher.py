@@ -22,7 +22,7 @@ from shoal.config import Run
 from shoal.errors import UserError
 from shoal.launch.worker import FINAL_EXIT_CODE, log_path
 from shoal.processes.board import HANG_REPORT, connect_to_board
-from shoal.processes.detect import detect_launchers, is_worker
+from shoal.processes.detect import detect_launchers
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, describe_exit
 from shoal.processes.watchdog import kill_local_processes
 from shoal.processes.world import World
@@ -35,11 +35,6 @@ DISTANCE_FROM_CAUSE = {LOST_PEERS_EXIT_CODE: 1, -signal.SIGABRT: 2, -signal.SIGI
 
 Other exit codes have the number 0. NCCL calls abort() when it loses a peer.
 """
-
-
-def wants_processes(run: Run) -> bool:
-    """Returns True if this process must start the processes of the run instead of training itself."""
-    return not is_worker() and run.config.launch.processes > 1
 
 
 def start(run: Run, arguments: Sequence[str]) -> int:
