@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
-    """A mistake in what the user gave us, told in one line: the key, the value, what would be right.
+    """A mistake that the user can correct. The message is one line: the key, the value, and what to do.
 
     The command line prints it without a traceback and exits with code 2.
     """
@@ -13,3 +16,15 @@ class UserError(Exception):
 def one_line(error: object, limit: int = 300) -> str:
     """Returns what an error says, on one line of at most `limit` characters."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+@contextmanager
+def as_user_error(message: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns these errors into a UserError: the message, a colon, and what the error says on one line.
+
+    Of an OSError only the reason is repeated, because the message names the file.
+    """
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{message}: {getattr(error, 'strerror', None) or one_line(error)}") from None

@@ -66,7 +66,8 @@ def state(change: float = 0.0) -> TrainState:
 
 def save(run: Path, step: int = 1, train_state: TrainState | None = None, **trainer: Any) -> Path:
     manager = CheckpointManager(run, 9)
-    return manager.save(train_state or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
+    manager.save(train_state or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
+    return manager.path_of(step)
 
 
 def flip(path: Path, place: int = -3) -> None:

@@ -52,7 +52,9 @@ def test_train_prints_how_it_ended(toy: ToyRun) -> None:
     assert "already" in again.stdout
 
 
-def test_the_hint_fits_the_config(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_the_suggested_command_uses_the_key_of_the_config(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
     epochs = toy.call("train", "run.yaml", "training.max_steps=null", "training.num_epochs=1", "dataset.size=8")
     assert "training.num_epochs=2" in epochs.stdout
     change_recipe("return Squares(self.config.dataset.size)", "return Stream()")
@@ -113,7 +115,7 @@ def test_debug_shows_the_traceback(toy: ToyRun) -> None:
         toy.call("train", "run.yaml", "training.device=cuda", "--debug")
 
 
-def test_no_evaluation_data_where_some_was_asked_for(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_eval_steps_without_evaluation_data_are_refused(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("return Squares(17)", "return None")
     result = toy.call("train", "run.yaml", "training.eval_steps=5")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)

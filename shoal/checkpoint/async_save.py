@@ -28,8 +28,8 @@ class Saver:
     def __init__(self, background: bool):
         self.background = background
         # The timeout is long because a slow disk is not a hang; the watchdog reports hangs earlier.
-        options: Any = {"backend": "gloo", "timeout": timedelta(days=1)}
-        self._peers = Peers(dist.new_group(**options) if background and dist.is_initialized() else None)
+        own_group = background and dist.is_initialized()
+        self._peers = Peers(dist.new_group(backend="gloo", timeout=timedelta(days=1)) if own_group else None)
         self._buffers: dict[str, Tensor] = {}
         """Host memory for the shards that this rank writes, by section and name."""
         self._kinds: dict[str, Any] = {}

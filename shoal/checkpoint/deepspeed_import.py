@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.store import write_checkpoint
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, as_user_error, one_line
 from shoal.parallel.zero.partition import load_deepspeed
 from shoal.types import TrainState
 
@@ -47,9 +47,14 @@ def import_deepspeed(trusted: Path, out: Path) -> dict[str, Any]:
         raise UserError(f"{folder} has a format that shoal does not know: {reason}") from None
     layout = {"strategy": "deepspeed", "world_size": len(files), "data_size": len(files)}
     write_checkpoint(out, state, {"step": step}, {"layout": layout, **names, "imported_from": str(folder)})
-    slots = sorted({slot for slots in state.optimizer.values() for slot in slots})
-    facts = {"path": str(out), "stage": stage, "ranks": len(files), "step": step}
-    return {**facts, "tensors": len(state.model), "slots": slots}
+    return {
+        "path": str(out),
+        "stage": stage,
+        "ranks": len(files),
+        "step": step,
+        "tensors": len(state.model),
+        "slots": sorted({slot for slots in state.optimizer.values() for slot in slots}),
+    }
 
 
 class _UnknownFormat(Exception):
@@ -103,10 +108,8 @@ def _load(folder: Path, kind: str) -> list[Any]:
     files = sorted(folder.glob(f"*{kind}.pt"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
     if not files:
         raise UserError(f"--trust {folder}: it has no *{kind}.pt")
-    try:
+    with as_user_error(f"{folder} cannot be read", Exception):  # a damaged pickle fails in many ways
         return [torch.load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
-    except Exception as error:  # a damaged pickle fails in many ways
-        raise UserError(f"{folder} cannot be read: {one_line(error)}") from None
 
 
 def _frozen_parameters(models: list[Any], stage: int) -> Iterator[tuple[str, Tensor]]:

@@ -23,18 +23,17 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.folders import discard, flush, swap_in
 from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
-from shoal.checkpoint.inspect import open_step_folder
+from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.pieces import StoredTensor, write_safetensors
-from shoal.checkpoint.store import Checkpoint, unflatten
+from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
-from shoal.errors import UserError, one_line
-from shoal.tensors import DTYPES, replace_parameters, tensors_with_names
+from shoal.errors import UserError, as_user_error, one_line
+from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
 from shoal.weights import parameters_on_meta
 
 SHARD_SIZE = "5GB"
-LOGITS_TOLERANCE = {torch.float32: 1e-4}
-HALF_LOGITS_TOLERANCE = 2e-2
+LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 2e-2
 """How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,26 +75,32 @@ def export(
     files = ", ".join(base_files(checkpoint.base))
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        discard(beside)
-        source = Source(checkpoint, dtype, adapter_only)
-        notes = _WRITERS[to](source, beside)
-        nbytes = _flush_with_default_mode(beside)
-        swap_in(beside, out.absolute())
+        with as_user_error(f"{out} cannot be written", OSError, SafetensorError):
+            beside.parent.mkdir(parents=True, exist_ok=True)
+            discard(beside)
+            source = Source(checkpoint, dtype, adapter_only)
+            notes = _WRITERS[to](source, beside)
+            nbytes = _flush_with_default_mode(beside)
+            swap_in(beside, out.absolute())
     except FrozenBaseError as error:
         raise UserError(
             f"{checkpoint.folder} refers to frozen weights, but {error}; give --base PATH if they were moved, or "
             "--adapter-only with --to safetensors or torch to export only the stored tensors"
         ) from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{out} cannot be written: {error}") from None
     finally:
         discard(beside)
-    if checkpoint.base:
-        whole = f"{len(checkpoint.base)} frozen tensors are from {files}"
-        notes = (f"only the adapter, for frozen weights in {files}" if adapter_only else whole, *notes)
-    facts = {"path": str(out), "kind": to, "tensors": len(source.tensors), "nbytes": nbytes}
-    return {**facts, "dtype": dtype or "as stored", "notes": notes}
+    if adapter_only:
+        notes = (f"only the adapter, for frozen weights in {files}", *notes)
+    elif checkpoint.base:
+        notes = (f"{len(checkpoint.base)} frozen tensors are from {files}", *notes)
+    return {
+        "path": str(out),
+        "kind": to,
+        "tensors": len(source.tensors),
+        "nbytes": nbytes,
+        "dtype": dtype or "as stored",
+        "notes": notes,
+    }
 
 
 def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_only: bool) -> None:
@@ -117,18 +122,18 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool):
         """Raises FrozenBaseError if a file of the frozen base is missing."""
         self.checkpoint = checkpoint
-        self.tensors: dict[str, StoredTensor] = unflatten(checkpoint.tensors).model  # type: ignore[assignment]
+        self.tensors: dict[str, StoredTensor] = checkpoint.stored_state().model  # type: ignore[assignment]
         for name, tensor in checkpoint.base.items() if not adapter_only else ():
             tensor.files.check(tensor.source.path)
             self.tensors[name] = tensor
-        tied, buffers = (checkpoint.manifest.get(key) for key in ("tied", "buffers"))
         # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
+        buffers = checkpoint.manifest.get("buffers")
         kept = buffers if isinstance(buffers, list) else []
-        self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
-        if dtype:
-            floats = (name for name, d in self.dtypes.items() if d.is_floating_point and name not in kept)
-            self.dtypes |= dict.fromkeys([*floats], DTYPES[dtype])
-        aliases = tied.items() if isinstance(tied, dict) else ()
+        self.dtypes = {
+            name: DTYPES[dtype] if dtype and tensor.dtype.is_floating_point and name not in kept else tensor.dtype
+            for name, tensor in self.tensors.items()
+        }
+        aliases = as_dict(checkpoint.manifest.get("tied")).items()
         self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
         """Further names of tied tensors: alias → name."""
 
@@ -185,7 +190,7 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         _compare(source, reloaded.state_dict(), may_have_more=True)
         logits = _logits(recipe, reloaded, tokens)
     error = ((logits - expected_logits).abs().max() / expected_logits.abs().max().clamp(min=1e-6)).item()
-    if not error <= LOGITS_TOLERANCE.get(dtype, HALF_LOGITS_TOLERANCE):
+    if not error <= (LOGITS_TOLERANCE if dtype == torch.float32 else HALF_LOGITS_TOLERANCE):
         raise UserError(
             f"the exported model computes other logits than the checkpoint's (they differ by {error:g}); nothing was "
             "exported"
@@ -199,8 +204,7 @@ def _recipe(checkpoint: Checkpoint) -> Any:
 
     A manifest is not trusted: a name in it is looked up in `RECIPES` and never imported.
     """
-    config = checkpoint.manifest.get("config")
-    config = config if isinstance(config, dict) else {}
+    config = as_dict(checkpoint.manifest.get("config"))
     name, advice = config.get("recipe"), "use --to safetensors or --to torch, which need no recipe"
     if not isinstance(name, str) or name not in RECIPES:
         trainer = f"by recipe {name!r}, which is not built in" if name else "without a recipe"
@@ -227,17 +231,12 @@ def _build(recipe: Any, source: Source) -> Any:
     The config is not trusted: the model is built on the meta device, and its shapes are compared with the checkpoint's
     before it gets memory.
     """
-    try:
-        with parameters_on_meta():
-            model = recipe.build_model()
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(
-            f"the model in the config of {source.checkpoint.folder} cannot be built: {one_line(error)}"
-        ) from None
-    named = [*tensors_with_names(model)]
-    shapes = {names[0]: [*tensor.shape] for tensor, names in named}
+    message = f"the model in the config of {source.checkpoint.folder} cannot be built"
+    with as_user_error(message, RuntimeError, MemoryError), parameters_on_meta():
+        model = recipe.build_model()
+    shapes = {name: [*tensor.shape] for name, tensor in named_tensors(model).items()}
     check_same_model(source.checkpoint, shapes, "its config was altered; use --to safetensors")
-    first_names = {id(tensor): names[0] for tensor, names in named}
+    first_names = {id(tensor): names[0] for tensor, names in tensors_with_names(model)}
     replace_parameters(model, lambda p: nn.Parameter(source.read(first_names[id(p)]).clone(), requires_grad=False))
     for buffer in model.buffers():
         if id(buffer) in first_names:
@@ -248,8 +247,7 @@ def _build(recipe: Any, source: Source) -> Any:
 @torch.no_grad()
 def _logits(recipe: Any, model: Any, tokens: Tensor) -> Tensor:
     """Returns the model's logits for some tokens."""
-    logits: Tensor = model.eval()(**recipe.inputs({"input_ids": tokens})).logits.float()
-    return logits
+    return model.eval()(**recipe.inputs({"input_ids": tokens})).logits.float()
 
 
 def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str, ...]:
@@ -262,8 +260,8 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
         return (f"no tokenizer: {name} is on the Hugging Face Hub",)
     eos = recipe.tokenizer.eos  # raises UserError if the file is not a tokenizer
     if local.is_dir():
-        for file in (file for file in _TOKENIZER_FILES if (local / file).is_file()):
-            shutil.copyfile(local / file, folder / file)
+        for file in filter(Path.is_file, map(local.joinpath, _TOKENIZER_FILES)):
+            shutil.copyfile(file, folder / file.name)
     else:
         wrapped = transformers.PreTrainedTokenizerFast(tokenizer_file=str(local))
         if eos is not None:
@@ -282,14 +280,14 @@ def _quiet_transformers() -> Iterator[Any]:
     import transformers
 
     bars, deepspeed = transformers.utils.logging, logging.getLogger("DeepSpeed")
-    shown, heard = bars.is_progress_bar_enabled(), deepspeed.disabled
+    had_bars, was_disabled = bars.is_progress_bar_enabled(), deepspeed.disabled
     deepspeed.disabled = True
     bars.disable_progress_bar()
     try:
         yield transformers
     finally:
-        deepspeed.disabled = heard
-        if shown:
+        deepspeed.disabled = was_disabled
+        if had_bars:
             bars.enable_progress_bar()
 
 

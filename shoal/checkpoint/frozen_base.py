@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.checkpoint.manifest import dtype_name, parse_dtype, parse_lengths
@@ -33,7 +32,7 @@ from shoal.checkpoint.regions import whole_region
 from shoal.errors import UserError, one_line
 from shoal.tensors import fingerprint, local_part, tensors_with_names
 from shoal.types import TrainState, Weights
-from shoal.weights.conversion import FileTensor
+from shoal.weights.conversion import FileTensor, open_safetensors
 from shoal.weights.from_files import sources_of
 
 if TYPE_CHECKING:
@@ -111,20 +110,21 @@ def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
 
 def describe_base(tensors: Mapping[str, BaseTensor]) -> dict[str, Any]:
     """Returns the manifest's entry `base`; the inverse of `parse_base`."""
-    sizes: dict[str, int] = {}
-    entries: dict[str, Any] = {}
-    for name, tensor in sorted(tensors.items()):
-        source = tensor.source
-        sizes[str(source.path)] = tensor.files.sizes[source.path]
-        entries[name] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": [*tensor.shape],
-            "file": str(source.path),
-            "key": source.key,
-            "file_dtype": dtype_name(source.dtype),
-            "sha256": source.sha256,
-        }
-    return {"files": {file: {"bytes": size} for file, size in sorted(sizes.items())}, "tensors": entries}
+    sizes = {str(tensor.source.path): tensor.files.sizes[tensor.source.path] for tensor in tensors.values()}
+    return {
+        "files": {file: {"bytes": size} for file, size in sorted(sizes.items())},
+        "tensors": {
+            name: {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": [*tensor.shape],
+                "file": str(tensor.source.path),
+                "key": tensor.source.key,
+                "file_dtype": dtype_name(tensor.source.dtype),
+                "sha256": tensor.source.sha256,
+            }
+            for name, tensor in sorted(tensors.items())
+        },
+    }
 
 
 def base_files(tensors: Mapping[str, BaseTensor]) -> dict[str, str | None]:
@@ -144,25 +144,16 @@ def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, Ba
     if not place.exists():
         raise UserError(f"--base {place}: no such file or folder")
     paths = files_by_tensor(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
-    files, found = BaseFiles(), dict[str, BaseTensor]()
-    for name, tensor in tensors.items():
-        if tensor.source.key not in paths:
-            raise UserError(f"--base {place} has no tensor {tensor.source.key!r}, which the checkpoint refers to")
-        piece = replace(tensor.source, path=paths[tensor.source.key])
-        found[name] = replace(tensor, pieces=(piece,), files=files)
-    return found
+    sources, files = {name: tensor.source for name, tensor in tensors.items()}, BaseFiles()
+    if missing := [source.key for source in sources.values() if source.key not in paths]:
+        raise UserError(f"--base {place} has no tensor {missing[0]!r}, which the checkpoint refers to")
+    pieces = {name: replace(source, path=paths[source.key]) for name, source in sources.items()}
+    return {name: replace(tensor, pieces=(pieces[name],), files=files) for name, tensor in tensors.items()}
 
 
 def files_by_tensor(files: Iterable[Path]) -> dict[str, Path]:
     """Returns the file of each tensor by its name in the files. Of two with one name, the later file's counts."""
-    paths: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                paths |= dict.fromkeys(opened.keys(), file.absolute())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} cannot be read as safetensors: {error}") from None
-    return paths
+    return {name: file.absolute() for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118  a file is no mapping
 
 
 class FrozenBase:
@@ -201,10 +192,8 @@ class FrozenBase:
         """Returns the tensors that on all ranks still have the values in the files."""
         if not self.tensors:
             return {}
-        changed = self._fingerprints(model_state) != self._local_fingerprints
-        changed_names = self._peers.union(
-            {self._local_names[index]: True for index in changed.nonzero().flatten().tolist()}
-        )
+        changed = (self._fingerprints(model_state) != self._local_fingerprints).nonzero().flatten().tolist()
+        changed_names = self._peers.union({self._local_names[index]: True for index in changed})
         return {name: tensor for name, tensor in self.tensors.items() if name not in changed_names}
 
     def check(self, checkpoint: Checkpoint, model_state: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ No code in these files is ever run.
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -22,11 +21,11 @@ from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, as_user_error, one_line
 from shoal.tensors import logical_shape, tensors_with_names
+from shoal.weights.from_files import weight_files
 
 KEY = "checkpoint.init_from"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTED = ("model", "state_dict", "model_state_dict")
 """The keys under which other programs put the weights in a file that holds more than weights."""
@@ -93,24 +92,22 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
             raise UserError(f"{KEY} = {path!r}: all its checkpoints are damaged; give another run or file")
         place = latest
     if (place / MANIFEST).exists():
-        try:
+        with as_user_error(f"{KEY} = {path!r} is a damaged checkpoint", DamagedCheckpoint):
             checkpoint = open_checkpoint(place)
             return checkpoint.stored_state().model, checkpoint.base
-        except DamagedCheckpoint as error:
-            raise UserError(f"{KEY} = {path!r} is a damaged checkpoint: {error}") from None
-    weights: dict[str, Tensor] = {}
-    for file in [place] if place.is_file() else _files_in(place):
-        weights |= _read_file(file)
-    return weights, {}
+    files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
+    if not files:
+        raise UserError(
+            f"{KEY} = {str(place)!r} is not a checkpoint and has no model.safetensors; give the weight file itself"
+        )
+    return {name: tensor for file in files for name, tensor in _read_file(file).items()}, {}
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     """Returns the tensors in a file by name."""
     if path.suffix == ".safetensors":
-        try:
+        with as_user_error(f"{KEY}: {path} cannot be read as safetensors", *READ_ERRORS):
             return load_file(path)  # mapped into memory: tensors that are not used are not read
-        except READ_ERRORS as error:
-            raise UserError(f"{KEY}: {path} cannot be read as safetensors: {one_line(error)}") from None
     if path.suffix in _TORCH_SUFFIXES:
         return _read_torch(path)
     raise UserError(
@@ -119,31 +116,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     )
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Returns the weight files in a folder that transformers saved. Refuses names of files outside the folder."""
-    if (folder / _INDEX).exists():
-        try:
-            names = sorted({str(name) for name in json.loads((folder / _INDEX).read_text())["weight_map"].values()})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{KEY}: {folder / _INDEX} is damaged; save the model again") from None
-        for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise UserError(f"{KEY}: {folder / _INDEX} names {name!r}, which is not in its folder")
-        return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    raise UserError(f"{KEY} = {str(folder)!r} is not a checkpoint and has no {_SINGLE}; give the weight file itself")
-
-
 def _read_torch(path: Path) -> dict[str, Tensor]:
     """Returns the state dict in a torch file, read by the restricted unpickler (`weights_only`)."""
-    load: Callable[..., Any] = torch.load
     try:
         with path.open("rb") as file:
             mapped = file.read(2) == b"PK"  # the zip format since torch 1.6; older files cannot be mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about other pickle protocols; the refusal below says enough
-            loaded = load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         raise UserError(
             f"{KEY}: {path} holds more than tensors, which could be code, so it is not opened; save only the state "
@@ -163,5 +143,4 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 def _read(value: Any) -> Tensor:
     """Returns the values of a tensor that may be a StoredTensor."""
-    whole: Tensor = value if isinstance(value, Tensor) else value.read()
-    return whole
+    return value if isinstance(value, Tensor) else value.read()

@@ -24,7 +24,7 @@ from shoal.checkpoint.manifest import MANIFEST, SECTIONS, dtype_name
 from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, tensor_digest
 from shoal.checkpoint.store import TRAINER, Checkpoint, open_checkpoint
 from shoal.config.mesh import say_mesh
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 
 CONFIG_HIGHLIGHTS = (
     "recipe",
@@ -119,8 +119,8 @@ def _describe_folder(folder: Path) -> dict[str, Any]:
         checkpoint = open_checkpoint(folder)
         if damage_note(folder).exists():
             raise DamagedCheckpoint(f"{folder}: a run could not read one of its tensors and skipped it")
-        row["layout"] = describe_layout(_as_dict(checkpoint.manifest.get("layout")))
-        row |= {"metrics": _as_dict(checkpoint.trainer.get("metrics")), "base": base_files(checkpoint.base)}
+        row["layout"] = describe_layout(as_dict(checkpoint.manifest.get("layout")))
+        row |= {"metrics": as_dict(checkpoint.trainer.get("metrics")), "base": base_files(checkpoint.base)}
     except UserError as error:
         row["problem"] = str(error)
     return {**row, "good": row["problem"] is None}
@@ -137,9 +137,9 @@ def show(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.folder),
         "position": _position_of(checkpoint),
-        "layout": _as_dict(manifest.get("layout")),
-        "versions": _as_dict(manifest.get("versions")),
-        "metrics": _as_dict(checkpoint.trainer.get("metrics")),
+        "layout": as_dict(manifest.get("layout")),
+        "versions": as_dict(manifest.get("versions")),
+        "metrics": as_dict(checkpoint.trainer.get("metrics")),
         "config": {
             key: value for key in CONFIG_HIGHLIGHTS if (value := _value_at(manifest.get("config"), key)) is not None
         },
@@ -161,7 +161,7 @@ def verify(path: Path, base: Path | None = None) -> Iterator[dict[str, Any]]:
     """
     _check_folder(path, "a folder")
     folders = _steps_in(path)
-    if not folders and not (path / MANIFEST).exists() and not _is_named_as_step(path):
+    if not folders and not (path / MANIFEST).exists() and not path.absolute().name.startswith("step_"):
         raise UserError(f"{path} is neither a checkpoint nor a run with checkpoints; give a step or run folder")
     files = BaseFiles()
     for folder in folders or [path]:
@@ -188,14 +188,18 @@ def diff(a: Checkpoint, b: Checkpoint, rtol: float | None = None) -> Difference:
     """
     tensors_a, tensors_b = a.all_tensors, b.all_tensors
     shared = sorted(tensors_a.keys() & tensors_b.keys())
+    not_shared = sorted(name for name in tensors_a.keys() ^ tensors_b.keys() if not name.startswith("strategy/"))
     differing = [found for name in shared if (found := _compare(name, tensors_a[name], tensors_b[name], rtol))]
     position_a, position_b = _position_of(a), _position_of(b)
-    keys = (k for k in sorted(position_a.keys() | position_b.keys()) if position_a.get(k) != position_b.get(k))
     return Difference(
         compared=len(shared),
-        only_in_a=_without_strategy(tensors_a.keys() - tensors_b.keys()),
-        only_in_b=_without_strategy(tensors_b.keys() - tensors_a.keys()),
-        position={key: [position_a.get(key), position_b.get(key)] for key in keys},
+        only_in_a=[name for name in not_shared if name in tensors_a],
+        only_in_b=[name for name in not_shared if name in tensors_b],
+        position={
+            key: [position_a.get(key), position_b.get(key)]
+            for key in sorted(position_a.keys() | position_b.keys())
+            if position_a.get(key) != position_b.get(key)
+        },
         tensors=sorted(differing, key=lambda d: (d.slot is not None, -inf if d.relative is None else -d.relative)),
     )
 
@@ -204,20 +208,18 @@ def remove(path: Path, force: bool = False) -> None:
     """Removes a checkpoint, damaged or not. Refuses folders with other files, and the newest good one of a run."""
     if not path.is_dir() or path.is_symlink():
         raise UserError(f"{path} is not a step folder; give one such as RUN/checkpoints/step_00000100")
-    if not _is_named_as_step(path):
+    if not path.absolute().name.startswith("step_"):
         raise UserError(f"{path} is not a checkpoint, so it is not removed; give a folder named step_…")
     known = [MANIFEST, TRAINER, *(f"{section}{rest}.safetensors" for section in SECTIONS for rest in ("", "-*-of-*"))]
-    entries = (entry for entry in path.iterdir() if not (entry.is_file() and any(map(entry.match, known))))
-    if foreign := sorted(entry.name for entry in entries):
-        raise UserError(f"{path} has {foreign[0]!r}, which is not part of a checkpoint; remove the folder yourself")
+    foreign = [entry.name for entry in path.iterdir() if not (entry.is_file() and any(map(entry.match, known)))]
+    if foreign:
+        raise UserError(f"{path} has {min(foreign)!r}, which is not part of a checkpoint; remove the folder yourself")
     folder = path.resolve()
     newest_first = reversed(step_folders(folder.parent.parent)) if folder.parent.name == "checkpoints" else ()
     if not force and folder == next((step for step in newest_first if next(verify(step))["good"]), None):
         raise UserError(f"{path} is the newest good checkpoint of its run; give --force to remove it anyway")
-    try:
+    with as_user_error(f"{path} cannot be removed", OSError):
         remove_checkpoint(folder)
-    except OSError as error:
-        raise UserError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 def _check_folder(path: Path, kind: str) -> None:
@@ -231,13 +233,9 @@ def _steps_in(run: Path) -> list[Path]:
     return step_folders(run.parent if run.name == "checkpoints" else run)
 
 
-def _is_named_as_step(path: Path) -> bool:
-    return path.absolute().name.startswith("step_")
-
-
 def describe_layout(layout: dict[str, Any]) -> str:
     """Returns a layout in words. A manifest is not trusted, and those of hand-written loops say less."""
-    mesh = {side: size for side, size in _as_dict(layout.get("mesh")).items() if type(size) is int and size > 1}
+    mesh = {side: size for side, size in as_dict(layout.get("mesh")).items() if type(size) is int and size > 1}
     words = [f"ZeRO-{layout['zero_stage']}"] if "zero_stage" in layout else []
     words += [say_mesh(mesh)] if mesh else []
     name = f"{layout.get('strategy', 'unknown')} on {layout.get('world_size', '?')}"
@@ -251,8 +249,12 @@ def _position_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _describe_tensor(name: str, tensor: StoredTensor) -> dict[str, Any]:
     """Returns one entry of a checkpoint's tensors, as `show` returns it."""
-    nbytes = tensor.dtype.itemsize * prod(tensor.shape)
-    return {"name": name, "shape": [*tensor.shape], "dtype": dtype_name(tensor.dtype), "bytes": nbytes}
+    return {
+        "name": name,
+        "shape": [*tensor.shape],
+        "dtype": dtype_name(tensor.dtype),
+        "bytes": tensor.dtype.itemsize * prod(tensor.shape),
+    }
 
 
 def _slot_of(name: str) -> str | None:
@@ -261,7 +263,7 @@ def _slot_of(name: str) -> str | None:
     return rest.partition("/")[0] if section == "optimizer" else None
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
     """Returns an entry of a manifest that should be a dict, or an empty one if it is something else."""
     return value if isinstance(value, dict) else {}
 
@@ -269,13 +271,8 @@ def _as_dict(value: Any) -> dict[str, Any]:
 def _value_at(tree: Any, dotted: str) -> Any:
     """Returns the value under a dotted key, or None."""
     for key in dotted.split("."):
-        tree = _as_dict(tree).get(key)
+        tree = as_dict(tree).get(key)
     return tree
-
-
-def _without_strategy(names: set[str]) -> list[str]:
-    """Returns names in order, without tensors of the strategy, which another layout need not have."""
-    return sorted(name for name in names if not name.startswith("strategy/"))
 
 
 def _compare(name: str, a: StoredTensor, b: StoredTensor, rtol: float | None) -> TensorDifference | None:

@@ -62,7 +62,7 @@ def find_resumable(
 
 def _resume_key_of(folder: Path) -> str | None:
     """Returns the value of checkpoint.resume with which a checkpoint was saved, or None if it does not say."""
-    with suppress(DamagedCheckpoint, UserError, LookupError, TypeError):
+    with suppress(UserError, LookupError, TypeError):
         return str(open_checkpoint(folder).manifest["config"]["checkpoint"]["resume"])
     return None
 
@@ -104,5 +104,8 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that must not change when a run resumes, by dotted key."""
-    flat = flatten(config)
-    return {key: value for key, value in flat.items() if key.startswith(_IDENTITY_KEYS) and key not in _CHANGEABLE_KEYS}
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key.startswith(_IDENTITY_KEYS) and key not in _CHANGEABLE_KEYS
+    }

@@ -33,8 +33,7 @@ _MAX_DIMENSIONS = 64
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a checkpoint and adds a digest of the manifest itself."""
-    text = json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1)
-    (folder / MANIFEST).write_text(text)
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -45,8 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} is not a manifest")
     # The digest comes before the format, because a flipped bit in the format is damage too. The text is compared as
     # well, because some flipped bits change the text and not its meaning: 1e-5 and 1E-5.
-    unaltered = text == json.dumps(manifest, indent=1)
-    if manifest.pop("digest", None) != manifest_digest(manifest) or not unaltered:
+    if text != json.dumps(manifest, indent=1) or manifest.pop("digest", None) != manifest_digest(manifest):
         raise ValueError(f"{MANIFEST} does not match its own digest")
     if manifest["format"] not in (1, FORMAT):
         raise UserError(
@@ -69,8 +67,10 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
 def tied_and_buffers(model: nn.Module) -> dict[str, Any]:
     """Returns the manifest's entries `tied` (further name → first name of a tied tensor) and `buffers` (names)."""
     named = [*tensors_with_names(model)]
-    tied = {alias: first for _, (first, *aliases) in named for alias in aliases}
-    return {"tied": tied, "buffers": [names[0] for tensor, names in named if not isinstance(tensor, nn.Parameter)]}
+    return {
+        "tied": {alias: first for _, (first, *aliases) in named for alias in aliases},
+        "buffers": [names[0] for tensor, names in named if not isinstance(tensor, nn.Parameter)],
+    }
 
 
 def parse_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, StoredTensor]:

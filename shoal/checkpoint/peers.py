@@ -41,9 +41,8 @@ class Peers:
             result = task()
         except (OSError, WrongLayout, UserError) as caught:
             error = caught
-        for problem in self.all_gather(error):
-            if problem:
-                raise problem
+        if problems := [*filter(None, self.all_gather(error))]:
+            raise problems[0]
         return result
 
     def run_on_rank_0(self, task: Callable[[], T]) -> T | None:

@@ -66,8 +66,8 @@ def write_safetensors(
             fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    nbytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    return {"bytes": nbytes, "header": hashlib.sha256(header).hexdigest()}, digests
+    num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    return {"bytes": num_bytes, "header": hashlib.sha256(header).hexdigest()}, digests
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -94,8 +94,7 @@ def _write(file: FileIO, data: bytes | memoryview) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a tensor; without a copy if it is contiguous and on the CPU."""
-    flat: Any = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -152,10 +151,9 @@ class MappedFiles:
             if path not in self._open:
                 self.check(path)
                 self._open[path] = safe_open(path, framework="pt")
-            tensor: Tensor = self._open[path].get_tensor(key)
+            return self._open[path].get_tensor(key)
         except READ_ERRORS as error:
             raise self.damage(path, error) from None
-        return tensor
 
     def read(self, piece: Piece) -> Tensor:
         """Returns a piece, after comparing its shape, dtype and digest with the manifest."""

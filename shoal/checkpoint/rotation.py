@@ -70,18 +70,16 @@ class CheckpointManager:
         """Returns the folder of a step's checkpoint."""
         return step_folder(self.output_dir, step)
 
-    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> Path:
+    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
         """Publishes a checkpoint, and then removes those that need not be kept any longer.
 
         Raises OSError on every rank if it cannot be written, with the other checkpoints left as they were; in the
         background, `wait` raises it. `trainer["metrics"]` has the metrics of the step, if it was evaluated.
         """
-        path = self.path_of(trainer["step"])
         self.wait()
         self.last_attempted_step = trainer["step"]
         ALL.run_on_rank_0(lambda: self._check_ready(expected_bytes(state)))
-        self._saver.save(path, state, trainer, about, lambda: self._published(trainer))
-        return path
+        self._saver.save(self.path_of(trainer["step"]), state, trainer, about, lambda: self._published(trainer))
 
     def wait(self) -> None:
         """Waits until nothing is being written, and raises the error of the last save."""
@@ -196,8 +194,7 @@ class CheckpointManager:
                     self._metrics[step] = None
                 except UserError:  # written by another version of shoal: neither counted nor removed
                     continue
-            metrics = self._metrics[step]
-            if metrics is not None:
+            if (metrics := self._metrics[step]) is not None:
                 values[step] = metrics.get(self.metric)
         return values
 
@@ -206,15 +203,14 @@ def steps_to_keep(
     values: Mapping[int, float | None], keep_last: int, keep_best: int = 0, mode: Mode = "min", nth: int | None = None
 ) -> set[int]:
     """Returns the steps to keep: the last ones, the best of those with a value, and every n-th."""
-    last = sorted(values)[-keep_last:]
-    return {*last, *best_first(values, mode)[:keep_best], *(step for step in values if _is_every_nth(step, nth))}
+    every_nth = (step for step in values if _is_every_nth(step, nth))
+    return {*sorted(values)[-keep_last:], *best_first(values, mode)[:keep_best], *every_nth}
 
 
 def best_first(values: Mapping[int, float | None], mode: Mode) -> list[int]:
     """Returns the steps that have a value, best first; of two equal ones the earlier first."""
     sign = 1 if mode == "min" else -1
-    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
-    return [step for _, step in ranked]
+    return [step for _, step in sorted((sign * value, step) for step, value in values.items() if value is not None)]
 
 
 def find_best_checkpoint(output_dir: str | Path, metric: str = "eval/loss", mode: Mode = "min") -> Path | None:

@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
 
 from shoal.errors import UserError
 
@@ -55,8 +54,8 @@ class Holder:
     def of_this_process(cls, job: str = "", attempt: Sequence[int] = (0, 0, 0)) -> Holder:
         """Returns the holder that describes this process."""
         pid = os.getpid()
-        token = secrets.token_hex(8)
-        return cls(_host(), _machine(), pid, _process_started(pid) or "", job, [*attempt], _now(), token)
+        started = _process_started(pid) or ""
+        return cls(_host(), _machine(), pid, started, job, [*attempt], _now(), secrets.token_hex(8))
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
@@ -135,10 +134,9 @@ class RunLock:
         """Raises UserError if another run has taken over the folder, as happens if this one was suspended for long."""
         if self._holds_lock() or self._restore_deleted_file():
             return
-        other = Holder.parse(_read(self.path))
         raise UserError(
-            f"{self.folder} was taken over by {other or 'another run'} while this run was suspended; this run ends "
-            "without another save, and the other one resumes from the last checkpoint"
+            f"{self.folder} was taken over by {Holder.parse(_read(self.path)) or 'another run'} while this run was "
+            "suspended; this run ends without another save, and the other one resumes from the last checkpoint"
         )
 
     def _watch_holder(self) -> str | None:
@@ -156,9 +154,11 @@ class RunLock:
         watched_since, has_reported = time.monotonic(), False
         while (watched_seconds := time.monotonic() - watched_since) < wait_seconds:
             if not has_reported and watched_seconds > 2.5 * HEARTBEAT_SECONDS:
-                left = f"{wait_seconds - watched_seconds:.0f} s"
-                who = holder or "an unknown run"
-                print(f"shoal: {self.folder} is held by {who}, without a heartbeat; waiting {left}", file=sys.stderr)
+                print(
+                    f"shoal: {self.folder} is held by {holder or 'an unknown run'}, without a heartbeat; waiting "
+                    f"{wait_seconds - watched_seconds:.0f} s",
+                    file=sys.stderr,
+                )
                 has_reported = True
             if holder and holder.is_dead():
                 return text
@@ -169,14 +169,12 @@ class RunLock:
                 current = Holder.parse(_read(self.path))
                 if current is None or holder is None or current.token != holder.token:
                     return None  # released, or taken by another run: the caller tries again
-                self._refuse(current, max(0.0, self._file_system_seconds() - modified) if modified else 0.0)
+                silent_seconds = max(0.0, self._file_system_seconds() - modified) if modified else 0.0
+                raise UserError(
+                    f"experiment.output_dir = {str(self.folder)!r} is in use by {current}, last seen "
+                    f"{silent_seconds:.0f} s ago; wait for it, stop it, or choose another experiment.output_dir"
+                )
         return text
-
-    def _refuse(self, holder: Holder, silent_seconds: float) -> NoReturn:
-        raise UserError(
-            f"experiment.output_dir = {str(self.folder)!r} is in use by {holder}, last seen {silent_seconds:.0f} s "
-            "ago; wait for it, stop it, or choose another experiment.output_dir"
-        )
 
     def _replace(self, stale_text: str) -> bool:
         """Replaces the lock file of a dead holder by this run's, and returns whether it could.
@@ -195,10 +193,9 @@ class RunLock:
         try:
             current = Holder.parse(_read(self.path))
             same = current.token == holder.token if current and holder else current is holder
-            if same and self.path.exists():
+            if takes_over := same and self.path.exists():
                 self._own_path.replace(self.path)
-                return True
-            return False
+            return takes_over
         finally:
             claim.unlink(missing_ok=True)
 
@@ -210,10 +207,8 @@ class RunLock:
         try:
             os.link(self._own_path, path)
             return True
-        except FileExistsError:
-            return (
-                self._own_path.stat().st_nlink > 1
-            )  # a network file system may lose the answer and repeat the request
+        except FileExistsError:  # or a network file system has lost the answer and repeated the request
+            return self._own_path.stat().st_nlink > 1
         except OSError:  # the file system has no hard links
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL))
@@ -264,8 +259,7 @@ class RunLock:
 
     def _text(self) -> bytes:
         """Returns the content of the lock file."""
-        fields: dict[str, Any] = {**asdict(self.holder), "heartbeat": _now()}
-        return json.dumps(fields, indent=1).encode()
+        return json.dumps({**asdict(self.holder), "heartbeat": _now()}, indent=1).encode()
 
     def _file_system_seconds(self) -> float:
         """Returns the current time by the clock of the file system that the folder is on."""

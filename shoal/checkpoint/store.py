@@ -91,10 +91,7 @@ class Checkpoint:
             section, _, rest = name.partition("/")
             parameter = rest.partition("/")[2] if section == "optimizer" else rest
             tensor = held.get(parameter) if section != "strategy" else None
-            if tensor is not None and tensor.region is not None and tensor.shape == stored.shape:
-                stored.check(tensor.region)
-            else:
-                stored.check()
+            stored.check(tensor.region if tensor is not None and tensor.shape == stored.shape else None)
         state = self.stored_state()
         for name, base_tensor in self.base.items() if with_base else ():
             if name in held:
@@ -219,8 +216,7 @@ def _write_shards(beside: Path, shards: dict[str, LocalShard], peers: Peers) -> 
         names = {name.partition("/")[2]: name for name in shards if name.startswith(f"{section}/")}
         if not names:
             continue
-        tensors = {key: shards[name].tensor for key, name in names.items()}
-        files[file], digests = write_safetensors(beside / file, tensors)
+        files[file], digests = write_safetensors(beside / file, {key: shards[n].tensor for key, n in names.items()})
         for key, name in names.items():
             dtype, shape, region, _ = shards[name]
             piece = {"file": file, "offset": [*region.offset], "shape": [*region.shape], "sha256": digests[key]}
@@ -236,10 +232,14 @@ def _publish_manifest(
     (beside / TRAINER).write_text(text)
     files = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     files |= {file: facts for rank_files, _ in written for file, facts in rank_files.items()}
-    versions = {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    head = {"format": FORMAT if "base" in about else 1, "versions": versions, **about}
-    tensors = _join_pieces([piece for _, pieces in written for piece in pieces])
-    write_manifest(beside, {**head, "files": files, "tensors": tensors})
+    manifest = {
+        "format": FORMAT if "base" in about else 1,
+        "versions": {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **about,
+        "files": files,
+        "tensors": _join_pieces([piece for _, pieces in written for piece in pieces]),
+    }
+    write_manifest(beside, manifest)
     for path in (beside / TRAINER, beside / MANIFEST, beside):
         flush(path)
     swap_in(beside, folder)
@@ -252,8 +252,9 @@ def _join_pieces(pieces: list[dict[str, Any]]) -> dict[str, Any]:
         name, dtype, shape = entry["name"], entry["dtype"], entry["shape"]
         tensor = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
         if (dtype, shape) != (tensor["dtype"], tensor["shape"]):
-            other = f"{tensor['dtype']} {tensor['shape']}"
-            raise WrongLayout(f"{name} is {other} on one rank and {dtype} {shape} on another")
+            raise WrongLayout(
+                f"{name} is {tensor['dtype']} {tensor['shape']} on one rank and {dtype} {shape} on another"
+            )
         tensor["pieces"].append(entry["piece"])
     for name, tensor in tensors.items():
         regions = [Region(tuple(piece["offset"]), tuple(piece["shape"])) for piece in tensor["pieces"]]

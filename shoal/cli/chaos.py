@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,8 +24,6 @@ def chaos(
     debug: Debug = False,
 ) -> None:
     """Kill processes of the run at random and check that it ends exactly as an undisturbed run."""
-    import json
-
     from shoal.config import load_run
     from shoal.verify.chaos import chaos as run_chaos
 
@@ -43,5 +42,4 @@ def chaos(
         print(f"same result after {len(verdict.kills)} kills as without interruption: checkpoint and logs agree {how}")
     else:
         print("NOT the same result as without interruption:", *verdict.problems[:10], f"see {folder}", sep="\n  ")
-    if not verdict.passed:
-        raise typer.Exit(1)
+    raise typer.Exit(0 if verdict.passed else 1)

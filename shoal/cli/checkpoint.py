@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.arguments import Debug
+from shoal.errors import UserError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,7 +30,6 @@ BasePath = Annotated[
     Path | None,
     typer.Option("--base", metavar="PATH", help="The file or folder with the frozen weights, if they were moved."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MAX_LISTED = 10
 
 
@@ -79,8 +81,7 @@ def verify(
         if not as_json:
             _print(f"{row['path']}  {state}{missing}")
     _answer(as_json, rows)
-    if not all(row["good"] for row in rows):
-        raise typer.Exit(1)
+    raise typer.Exit(0 if all(row["good"] for row in rows) else 1)
 
 
 @app.command()
@@ -101,15 +102,13 @@ def diff(
 ) -> None:
     """Compare weights, optimizer and position, to the bit unless --rtol is given; exit 1 if they differ."""
     from shoal.checkpoint import inspect
-    from shoal.errors import UserError
 
     if rtol is not None and not 0 <= rtol < float("inf"):
         raise UserError(f"--rtol {rtol}: it must be 0 or more; give a number such as 1e-5")
     difference = inspect.diff(inspect.open_step_folder(a), inspect.open_step_folder(b), rtol)
-    data = {"equal": difference.equal, **asdict(difference)}
-    _answer(as_json, data, *_describe_difference(difference, a, b, rtol, everything))
-    if not difference.equal:
-        raise typer.Exit(1)
+    lines = _describe_difference(difference, a, b, rtol, everything)
+    _answer(as_json, {"equal": difference.equal, **asdict(difference)}, *lines)
+    raise typer.Exit(0 if difference.equal else 1)
 
 
 @app.command()
@@ -150,7 +149,6 @@ def import_(
 ) -> None:
     """Convert a checkpoint of DeepSpeed, ZeRO 1 to 3. Its files are pickles, so give only a folder that you trust."""
     from shoal.checkpoint.deepspeed_import import import_deepspeed
-    from shoal.errors import UserError
 
     if trust is None or more:
         raise UserError(
@@ -209,8 +207,9 @@ def _describe(shown: dict[str, Any]) -> Iterator[str | Table]:
 
 def _describe_base_file(file: str, problem: str | None) -> str:
     """Returns a line about a file of the frozen base, and why it cannot be used, if so."""
-    state = f", but {problem}: only the adapter can be used" if problem else f" in {file}"
-    return f"refers to frozen weights{state}"
+    if problem:
+        return f"refers to frozen weights, but {problem}: only the adapter can be used"
+    return f"refers to frozen weights in {file}"
 
 
 def _describe_difference(

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
     from shoal.config import load_run
-    from shoal.launch.launcher import start, wants_processes
+    from shoal.launch.launcher import start
     from shoal.launch.worker import as_worker
-    from shoal.processes.detect import detect, detect_attempt
+    from shoal.processes.detect import detect, detect_attempt, is_worker
     from shoal.training import train as train_run
     from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
     run = load_run(config, overrides or ())
-    if wants_processes(run):
-        launch = run.config.launch
+    launch = run.config.launch
+    if launch.processes > 1 and not is_worker():  # this process starts the others and does not train itself
         check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
         raise typer.Exit(start(run, sys.argv[1:]))
     world = detect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
 from typing import Annotated
@@ -24,8 +25,6 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Check on this config that all layouts compute the same training and do the work they promise."""
-    import json
-
     from shoal.config import load_run
     from shoal.verify import print_verdict, prove
 
@@ -37,5 +36,4 @@ def verify(
     )
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
-    if not all(verdict.passed for verdict in verdicts):
-        raise typer.Exit(1)
+    raise typer.Exit(0 if all(verdict.passed for verdict in verdicts) else 1)

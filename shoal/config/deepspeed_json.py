@@ -31,9 +31,7 @@ from shoal.config.deepspeed_keys import (
 from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
-from shoal.errors import UserError
-
-__all__ = ["Fitted", "fit_file", "fit_json", "idle_keys", "read_json"]
+from shoal.errors import UserError, as_user_error
 
 
 @dataclass
@@ -49,12 +47,9 @@ class Fitted:
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the object in a JSON file."""
     where = f"distributed.deepspeed.config_file = {os.fspath(path)!r}"
-    try:
+    invalid = as_user_error(f"{where} is not valid JSON", ValueError, RecursionError)
+    with as_user_error(f"{where} cannot be read", OSError), invalid:
         document = _parse(Path(path).expanduser().read_text())
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{where} holds a {type(document).__name__}; it should hold an object")
     return document
@@ -84,11 +79,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def fit_file(path: str, training: TrainingConfig, processes: int) -> Fitted:
-    """Checks a JSON file before processes start, as the strategy will do afterwards."""
-    return fit_json(read_json(path), training, processes, f"distributed.deepspeed.config_file {path}")
-
-
 def fit_json(
     document: Mapping[str, Any],
     training: TrainingConfig | None,
@@ -115,14 +105,15 @@ def fit_json(
             stage,
             "is not a stage that splits anything; use 1, 2 or 3, or distributed.strategy: ddp",
         )
-    offload = {
-        "offload_optimizer": keys_of_offload(zero.get("offload_optimizer"), "offload_optimizer"),
-        "offload_param": keys_of_offload(zero.get("offload_param"), "offload_parameters"),
-    }
     table = {
         **TOP,
         **(keys_of_run(training, processes) if training else keys_of_loop(mixed_precision)),
-        "zero_optimization": {**ZERO, **idle_keys(int(stage)), **offload},
+        "zero_optimization": {
+            **ZERO,
+            **idle_keys(int(stage)),
+            "offload_optimizer": keys_of_offload(zero.get("offload_optimizer"), "offload_optimizer"),
+            "offload_param": keys_of_offload(zero.get("offload_param"), "offload_parameters"),
+        },
     }
     fitted, names = Fitted(), dict[str, str]()
     for name, value, entry in _entries(document, table, f"{where}: "):

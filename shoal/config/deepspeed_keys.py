@@ -263,10 +263,9 @@ def keys_of_offload(section: Any, option: str) -> Table:
 
 def keys_of_half_precision(key: str, precision: str) -> Table:
     """Returns the entries of `fp16` and `bf16`, which have to agree with the run's key for the precision."""
-    blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
     return {
         block: {"enabled": same_as(f"{key} = {precision}", half == precision), **HALF_PRECISION[half]}
-        for block, half in blocks.items()
+        for block, half in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16"))
     }
 
 
@@ -324,7 +323,6 @@ def keys_of_schedule(training: TrainingConfig) -> Table:
     warmup = training.warmup_steps
     if warmup is None and (total is not None or not training.warmup_ratio):
         warmup = round((training.warmup_ratio or 0.0) * (total or 0))
-    any_type = ("log",) if warmup == 0 else ()
     cosine = {"cos_min_ratio": same_as(f"training.lr_scheduler.min_ratio = {floor}", floor)}
     return {
         "type": same_kind("training.lr_scheduler", kind, SCHEDULES),
@@ -332,7 +330,7 @@ def keys_of_schedule(training: TrainingConfig) -> Table:
             "warmup_max_lr": same_as(f"training.learning_rate = {peak:g}", peak),
             "warmup_num_steps": epochs if warmup is None else same_as(f"the run's {warmup} warmup steps", warmup),
             "total_num_steps": epochs if total is None else same_as(f"training.max_steps = {total}", total),
-            "warmup_type": same_as("the run, whose warmup is linear", "linear", *any_type),
+            "warmup_type": same_as("the run, whose warmup is linear", "linear", *(["log"] if warmup == 0 else [])),
             "warmup_min_lr": same_as("the run, whose warmup begins at 0", 0),
             "warmup_min_ratio": same_as("the run, whose warmup begins at 0", 0),
             "last_batch_iteration": same_as("the run, which resumes from checkpoints", -1),

@@ -6,16 +6,18 @@ it starts a process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.deepspeed_json import fit_file, idle_keys
+from shoal.config.deepspeed_json import fit_json, read_json
+from shoal.config.deepspeed_keys import idle_keys
 from shoal.config.mesh import DIMENSIONS, check_cut, data_size, fill_mesh, micro_batches_needed, say_mesh
 from shoal.config.schema import ActivationCheckpointingConfig, Config, TrainingConfig
 from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
+from shoal.config.section import Section
 from shoal.errors import UserError
 
 Engine = Literal["plain", "ddp", "fully_shard", "deepspeed"]
@@ -72,10 +74,13 @@ class Layout:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint says about the layout."""
-        longer = {side: size for side, size in self.mesh.items() if size > 1}
-        stage = {"zero_stage": self.zero.stage} if self.strategy == "deepspeed" else {}
-        sizes = {"world_size": self.world_size, "data_size": self.mesh["dp_replicate"] * self.mesh["dp_shard"]}
-        return {"strategy": self.strategy, **sizes, "mesh": longer, **stage}
+        return {
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "data_size": data_size(self.mesh),
+            "mesh": {side: size for side, size in self.mesh.items() if size > 1},
+            **({"zero_stage": self.zero.stage} if self.strategy == "deepspeed" else {}),
+        }
 
 
 def layout_of(
@@ -85,10 +90,13 @@ def layout_of(
     strategy = distributed.strategy
     if strategy == "auto":
         strategy = "ddp" if size > 1 else "single"
-    not_in_force: dict[str, str] = {}
-    zero = distributed.zero
-    if strategy == "deepspeed":
-        zero = _fit_zero(training, distributed, size, not_in_force)
+    zero, not_in_force = distributed.zero, dict[str, str]()
+    if strategy == "deepspeed" and zero.config_file is not None:
+        where = f"distributed.deepspeed.config_file {zero.config_file}"
+        fitted = fit_json(read_json(zero.config_file), training, size, where)
+        zero, not_in_force = DeepSpeedConfig(**fitted.options), fitted.idle
+    elif strategy == "deepspeed":
+        not_in_force = _changed("distributed.deepspeed", zero, idle_keys(zero.stage))
     sides = _sides(strategy, distributed, zero, size, local_size)
     layout = Layout(
         strategy,
@@ -107,15 +115,12 @@ def layout_of(
         training.loss_chunks,
         not_in_force,
     )
-    _check_precision(layout)
-    if strategy == "mesh":
-        _check_mesh(layout)
-    if strategy == "deepspeed":
-        _check_deepspeed(layout)
+    for contradictory, message in _contradictions(layout):
+        if contradictory:
+            raise UserError(message)
     if layout.is_sharded_family and layout.engine == "plain":
-        changed = (key for key in _FULLY_SHARD_KEYS if getattr(layout.fsdp, key) != getattr(FSDPConfig(), key))
-        reason = f"nothing is sharded on {say_mesh(layout.mesh)}"
-        not_in_force |= {f"distributed.fsdp.{key}": reason for key in changed}
+        idle = dict.fromkeys(_FULLY_SHARD_KEYS, f"nothing is sharded on {say_mesh(layout.mesh)}")
+        not_in_force |= _changed("distributed.fsdp", layout.fsdp, idle)
     if strategy == "mesh" and layout.mesh["pp"] == 1 and layout.schedule != "1f1b":
         not_in_force["distributed.pipeline.schedule"] = "distributed.mesh.pp is 1"
     return layout
@@ -139,6 +144,12 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
                 f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
             )
     return layout
+
+
+def _changed(name: str, section: Section, idle: Mapping[str, str]) -> dict[str, str]:
+    """Returns those of the idle keys of a section that have another value than their default, with the reasons."""
+    changed = section.model_dump(exclude_defaults=True)
+    return {f"{name}.{key}": reason for key, reason in idle.items() if key in changed}
 
 
 def _sides(
@@ -191,85 +202,70 @@ def _engine(strategy: str, fsdp: FSDPConfig, precision: str, sides: Mapping[str,
     return "ddp" if ranks > 1 else "plain"
 
 
-def _check_precision(layout: Layout) -> None:
-    if layout.precision == "pure_bf16" and layout.strategy in ("single", "ddp"):
-        raise UserError(
-            f"training.mixed_precision = pure_bf16 needs fp32 weights beside the bf16 ones, and {layout.strategy} does "
-            "not keep them; use distributed.strategy: fsdp (on one process too; NO_SHARD is ddp's layout), or bf16"
-        )
-    if not layout.is_sharded_family:
-        return
-    half = {"pure_bf16": "bf16", "fp8": "bf16"}.get(layout.precision, layout.precision)
-    if layout.param_dtype not in ("fp32", half):
-        raise UserError(
-            f"distributed.fsdp.param_dtype = {layout.param_dtype}, but training.mixed_precision = {layout.precision} "
-            f"computes in {half}; leave it out or make them agree"
-        )
-    if layout.precision == "pure_bf16" and layout.param_dtype == "fp32":
-        raise UserError(
+def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
+    """Returns pairs (condition, message), as a section does. The message of the first condition that is true is raised.
+
+    Only strategy `mesh` has pipeline stages and tensor parallelism, so that conditions on them do not name it.
+    """
+    strategy, precision, fsdp, zero, mesh = layout.strategy, layout.precision, layout.fsdp, layout.zero, layout.mesh
+    half = {"pure_bf16": "bf16", "fp8": "bf16"}.get(precision, precision)
+    has_stages, is_deepspeed = mesh["pp"] > 1, strategy == "deepspeed"
+    makes_all_gradients_at_once = {
+        "training.compile = true": layout.compile,
+        f"training.loss_chunks = {layout.loss_chunks}": layout.loss_chunks > 1,
+        f"distributed.mesh.tp = {mesh['tp']}": mesh["tp"] > 1,
+    }
+    return (
+        (
+            precision == "pure_bf16" and strategy in ("single", "ddp"),
+            f"training.mixed_precision = pure_bf16 needs fp32 weights beside the bf16 ones, and {strategy} does "
+            "not keep them; use distributed.strategy: fsdp (on one process too; NO_SHARD is ddp's layout), or bf16",
+        ),
+        (
+            layout.is_sharded_family and layout.param_dtype not in ("fp32", half),
+            f"distributed.fsdp.param_dtype = {layout.param_dtype}, but training.mixed_precision = {precision} "
+            f"computes in {half}; leave it out or make them agree",
+        ),
+        (
+            layout.is_sharded_family and precision == "pure_bf16" and layout.param_dtype == "fp32",
             "training.mixed_precision = pure_bf16 gathers parameters in bf16, but distributed.fsdp.param_dtype = "
-            "fp32; leave that out, or use mixed_precision: bf16"
-        )
-
-
-def _check_mesh(layout: Layout) -> None:
-    if layout.fsdp.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        raise UserError(
-            f"distributed.fsdp.sharding_strategy = {layout.fsdp.sharding_strategy}: under strategy mesh the mesh says "
-            "which ranks shard and which replicate; set dp_replicate and dp_shard, and leave it out"
-        )
-    if layout.mesh["pp"] > 1 and layout.schedule == "zbv":
-        makes_all_gradients_at_once = {
-            "training.compile = true": layout.compile,
-            f"training.loss_chunks = {layout.loss_chunks}": layout.loss_chunks > 1,
-            f"distributed.mesh.tp = {layout.mesh['tp']}": layout.mesh["tp"] > 1,
-        }
-        for setting, is_set in makes_all_gradients_at_once.items():
-            if is_set:
-                raise UserError(
-                    f"distributed.pipeline.schedule = zbv runs a backward in two halves, but {setting} makes all "
-                    "gradients at once; use interleaved"
-                )
-    if layout.mesh["pp"] > 1 and layout.fsdp.reduce_every_micro_batch:
-        raise UserError(
+            "fp32; leave that out, or use mixed_precision: bf16",
+        ),
+        (
+            strategy == "mesh" and fsdp.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"),
+            f"distributed.fsdp.sharding_strategy = {fsdp.sharding_strategy}: under strategy mesh the mesh says "
+            "which ranks shard and which replicate; set dp_replicate and dp_shard, and leave it out",
+        ),
+        *(
+            (
+                has_stages and layout.schedule == "zbv" and is_set,
+                f"distributed.pipeline.schedule = zbv runs a backward in two halves, but {setting} makes all "
+                "gradients at once; use interleaved",
+            )
+            for setting, is_set in makes_all_gradients_at_once.items()
+        ),
+        (
+            has_stages and fsdp.reduce_every_micro_batch,
             "distributed.fsdp.reduce_every_micro_batch = true: a pipeline sums gradients over ranks after its last "
-            "micro-batch; leave it out"
-        )
-    if layout.sequence_parallel and layout.mesh["tp"] == 1:
-        raise UserError(
+            "micro-batch; leave it out",
+        ),
+        (
+            layout.sequence_parallel and mesh["tp"] == 1,
             "distributed.tensor.sequence_parallel = true is a way of tensor parallelism, but distributed.mesh.tp = 1; "
-            "leave it out"
-        )
-
-
-def _fit_zero(
-    training: TrainingConfig, distributed: DistributedConfig, size: int, not_in_force: dict[str, str]
-) -> DeepSpeedConfig:
-    """Returns the options of ZeRO, from the config or from the DeepSpeed JSON that it names."""
-    zero = distributed.zero
-    if zero.config_file is not None:
-        fitted = fit_file(zero.config_file, training, size)
-        not_in_force |= fitted.idle
-        return DeepSpeedConfig(**fitted.options)
-    default = DeepSpeedConfig()
-    for key, reason in idle_keys(zero.stage).items():
-        if getattr(zero, key) != getattr(default, key):
-            not_in_force[f"distributed.deepspeed.{key}"] = reason
-    return zero
-
-
-def _check_deepspeed(layout: Layout) -> None:
-    if layout.precision not in ("fp32", "bf16", "fp16"):
-        raise UserError(
-            f"training.mixed_precision = {layout.precision} is not for strategy deepspeed; use bf16, or strategy fsdp"
-        )
-    if layout.zero.cpu_checkpointing and layout.activation_checkpointing.mode == "none":
-        raise UserError(
+            "leave it out",
+        ),
+        (
+            is_deepspeed and precision not in ("fp32", "bf16", "fp16"),
+            f"training.mixed_precision = {precision} is not for strategy deepspeed; use bf16, or strategy fsdp",
+        ),
+        (
+            is_deepspeed and zero.cpu_checkpointing and layout.activation_checkpointing.mode == "none",
             "distributed.deepspeed.cpu_checkpointing = true keeps the inputs of recomputed blocks on the host, but "
-            "training.activation_checkpointing = none recomputes nothing; use full"
-        )
-    if layout.zero.cpu_checkpointing and layout.compile:
-        raise UserError(
+            "training.activation_checkpointing = none recomputes nothing; use full",
+        ),
+        (
+            is_deepspeed and zero.cpu_checkpointing and layout.compile,
             "distributed.deepspeed.cpu_checkpointing = true cannot reach into compiled blocks; set training.compile to "
-            "false"
-        )
+            "false",
+        ),
+    )

@@ -24,7 +24,7 @@ RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.cau
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 """The sections whose keys the recipe declares."""
 DEFAULT = "default"
-"""The source of values that nobody set."""
+"""The source of values that neither a file nor the command line sets."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,13 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
         sections["dataset"] = {**LoaderConfig.model_fields, **sections["dataset"]}
     refuse_unknown(tree, {**(fields_of(Config) or {}), **sections}, sources, f"recipe {tree['recipe']!r}")
 
-    dataset = tree.get("dataset", {})
-    loader = {key: value for key, value in dataset.items() if key in LoaderConfig.model_fields}
-    recipe_dataset = {key: value for key, value in dataset.items() if key not in LoaderConfig.model_fields}
+    recipe_dataset = dict(tree.get("dataset", {}))
+    loader = {key: recipe_dataset.pop(key) for key in LoaderConfig.model_fields if key in recipe_dataset}
     shoal_tree = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
     config = validate(Config, {**shoal_tree, "dataset": loader}, sources)
-    recipe_tree = {
-        key: value
-        for key, value in {**tree, "dataset": recipe_dataset}.items()
-        if key in RECIPE_SECTIONS and key in recipe_fields
-    }
-    recipe_config = validate(recipe_type.Config, recipe_tree, sources)
+    recipe_tree = {**tree, "dataset": recipe_dataset}
+    recipe_sections = {key: recipe_tree[key] for key in RECIPE_SECTIONS if key in recipe_tree and key in recipe_fields}
+    recipe_config = validate(recipe_type.Config, recipe_sections, sources)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
     return Run(config, recipe_type, recipe_config, sources)
@@ -133,8 +129,7 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
         ) from None
     if not hasattr(module, class_name):
         raise UserError(f"{where}: {module_name} has no {class_name!r}{_did_you_mean(class_name, dir(module))}")
-    recipe_type: type[Any] = getattr(module, class_name)
-    return recipe_type
+    return getattr(module, class_name)
 
 
 def _did_you_mean(name: str, choices: Iterable[str]) -> str:

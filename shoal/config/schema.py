@@ -84,8 +84,12 @@ class ActivationCheckpointingConfig(Section):
     """Checkpoint the modules of these classes, by class name, instead of the blocks in the recipe's plan."""
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
-        unused = self.mode == "none" and bool(self.classes or self.every > 1)
-        return ((unused, "mode = none: `every` and `classes` have no effect; use full or selective"),)
+        return (
+            (
+                self.mode == "none" and bool(self.classes or self.every > 1),
+                "mode = none: `every` and `classes` have no effect; use full or selective",
+            ),
+        )
 
 
 class TrainingConfig(Section):
@@ -216,10 +220,9 @@ class CheckpointConfig(Section):
     """Keys that may differ from those of the checkpoint on resume, such as `dataset.files`."""
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
-        no_best = self.load_best_model_at_end and not self.keep_best
         return (
             (
-                no_best,
+                self.load_best_model_at_end and not self.keep_best,
                 "load_best_model_at_end = true, but keep_best = 0 keeps no best checkpoint; set keep_best to 1 or more",
             ),
         )

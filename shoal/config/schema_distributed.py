@@ -258,7 +258,6 @@ class DistributedConfig(Section):
     def contradictions(self) -> Sequence[tuple[bool, str]]:
         if self.strategy != "deepspeed":
             return ()
-        zero = self.zero
         long = {key: value for key, value in self.deepspeed if value != DeepSpeedConfig.model_fields[key].default}
         file = long.pop("config_file", None)
         short = {"zero_stage": self.zero_stage, "offload": self.offload}
@@ -272,10 +271,11 @@ class DistributedConfig(Section):
         ]
         short_and_long = [
             (
-                getattr(zero, key) != value,
-                f"deepspeed.{key} = {value}, but its short form sets {getattr(zero, key)}; set one of them to null",
+                getattr(self.zero, key) != value,
+                f"deepspeed.{key} = {value}, but its short form sets {getattr(self.zero, key)}; set one of them to "
+                "null",
             )
             for key, value in long.items()
         ]
-        offload = [(wrong, f"deepspeed.{message}") for wrong, message in zero.offload_contradictions()]
+        offload = [(wrong, f"deepspeed.{message}") for wrong, message in self.zero.offload_contradictions()]
         return [*beside_file, *short_and_long, *offload]

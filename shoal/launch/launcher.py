@@ -22,7 +22,7 @@ from shoal.config import Run
 from shoal.errors import UserError
 from shoal.launch.worker import FINAL_EXIT_CODE, log_path
 from shoal.processes.board import HANG_REPORT, connect_to_board
-from shoal.processes.detect import detect_launchers, is_worker
+from shoal.processes.detect import detect_launchers
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, describe_exit
 from shoal.processes.watchdog import kill_local_processes
 from shoal.processes.world import World
@@ -37,11 +37,6 @@ Other exit codes have the number 0. NCCL calls abort() when it loses a peer.
 """
 
 
-def wants_processes(run: Run) -> bool:
-    """Returns True if this process must start the processes of the run instead of training itself."""
-    return not is_worker() and run.config.launch.processes > 1
-
-
 def start(run: Run, arguments: Sequence[str]) -> int:
     """Runs `shoal <arguments>` in every process of this machine, and returns the exit code for the user's shell."""
     launch = run.config.launch
@@ -50,9 +45,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
         board = connect_to_board(world, run.config.distributed.init_timeout)  # open until the run has ended
         os.environ["SHOAL_LAUNCHER"] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.procs_per_node)))
-        os.environ.setdefault(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"
-        )  # torch's 30 s do not suffice to save large models
+        # torch's 30 s do not suffice to save large models.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
         return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
@@ -72,8 +66,7 @@ def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]
     """Starts the run again and again, until it ends well or must not be restarted; returns the exit code."""
     max_restarts = run.config.launch.max_restarts
     # The number of the attempt is on the board, so that a machine that starts late takes part in the same attempt.
-    first_attempt = int(board.compare_set("attempt", "", "0"))
-    for attempt in range(first_attempt, max_restarts + 1):
+    for attempt in range(int(board.compare_set("attempt", "", "0")), max_restarts + 1):
         run_id = f"attempt {attempt}"
         report_key = HANG_REPORT.format(World(run_id=run_id).attempt_name)
         exit_codes = _run_attempt(run, node, board, run_id, report_key, arguments)

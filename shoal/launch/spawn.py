@@ -84,8 +84,8 @@ def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
     A new process cannot import lambdas, functions inside functions, and what a notebook or a prompt has defined.
     """
     with suppress(Exception):  # pickle raises several types, and classes may raise others
-        main_file = getattr(sys.modules["__main__"], "__file__", "")
-        if b"__main__" not in pickle.dumps((function, args)) or Path(main_file).is_file():  # or "<stdin>"
+        main_file = Path(getattr(sys.modules["__main__"], "__file__", ""))  # or "<stdin>"
+        if b"__main__" not in pickle.dumps((function, args)) or main_file.is_file():
             return "spawn"
     if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
         raise UserError(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from shoal.checkpoint.regions import Held, Region, whole_region
-from shoal.config.deepspeed_json import idle_keys
+from shoal.config.deepspeed_keys import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.sharding.units import check_shardable

@@ -19,22 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.errors import UserError
+from shoal.errors import as_user_error
 
 OpenFiles = Mapping[str, Any]
 """Tensors in safetensors files by name, mapped into memory: `get_shape()` returns a shape, indexing reads a part."""
 
 
+def open_safetensors(path: Path) -> Any:
+    """Opens a safetensors file and maps it into memory. Raises UserError if that fails."""
+    with as_user_error(f"{path} cannot be read as safetensors", OSError, SafetensorError):
+        return safe_open(path, framework="pt")
+
+
 def open_files(paths: Iterable[Path]) -> dict[str, Any]:
     """Returns the tensors in safetensors files by name. If two files hold the same name, the later one is used."""
-    tensors: dict[str, Any] = {}
-    for path in paths:
-        try:
-            file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read as safetensors: {error}") from None
-        tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
-    return tensors
+    return {name: file.get_slice(name) for file in map(open_safetensors, paths) for name in file.keys()}  # noqa: SIM118  a file is no mapping
 
 
 class Source:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 from shoal.tensors import local_part, local_slices, tensors_with_names
 from shoal.types import Weights
 from shoal.weights.conversion import FileTensor, Source, open_files
+
+
+def weight_files(folder: Path, key: str, advice: str) -> list[Path]:
+    """Returns the weight files in a folder that transformers saved, or none if it has no safetensors.
+
+    An index may name only files in its own folder. `key` and `advice` begin and end the message of a UserError.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        return [single] if single.is_file() else []
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{key}: {index} is damaged; {advice}") from None
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{key}: {index} names {name!r}, which is not in its folder; {advice}")
+    return [folder / name for name in names]
 
 
 def sources_of(weights: Weights, file_names: Collection[str]) -> Mapping[str, Source]:
@@ -47,10 +67,8 @@ def check_files(model: nn.Module, weights: Weights) -> str:
                 "give files of this model"
             )
         unused -= needed
-        try:
+        with as_user_error(f"{folder}: {name} cannot be made from {', '.join(sorted(needed)[:3])}", RuntimeError):
             shapes = [[*source.meta(files).shape] for source in sources]
-        except RuntimeError as error:
-            raise UserError(f"{folder}: {name} cannot be made from {', '.join(sorted(needed)[:3])}: {error}") from None
         if shapes and shapes[0] != [*tensor.shape]:
             raise UserError(
                 f"{folder}: {name} has shape {shapes[0]}, but {[*tensor.shape]} in the model; give files of this model"
@@ -61,10 +79,10 @@ def check_files(model: nn.Module, weights: Weights) -> str:
 def parameters_to_draw(model: nn.Module, weights: Weights) -> set[nn.Parameter]:
     """Returns all parameters of every module that has a parameter which is in no file. A module's reset initialises its
     parameters together; those that are in a file are read afterwards."""
-    files = open_files(weights.files)
-    missing = {tensor for tensor, _, sources in _tensors_with_sources(model, weights, files) if not sources}
+    with_sources = _tensors_with_sources(model, weights, open_files(weights.files))
+    missing = {tensor for tensor, _, sources in with_sources if not sources}
     by_module = (set(module.parameters(recurse=False)) for module in model.modules())
-    return set[nn.Parameter]().union(*(parameters for parameters in by_module if parameters & missing))
+    return {parameter for parameters in by_module if parameters & missing for parameter in parameters}
 
 
 def _tensors_with_sources(

@@ -31,11 +31,9 @@ def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> 
     if weights.kind != "built":
         with parameters_on_meta(), InitRecorder() as constructor:
             model = build_model()
-        if weights.kind == "empty":
-            return model, weights
         if weights.kind == "files":
             return model, replace(weights, reason=check_files(model, weights))
-        reason = why_not_by_name(model, constructor, weights.reset)
+        reason = why_not_by_name(model, constructor, weights.reset) if weights.kind == "init" else None
         if reason is None:
             return model, weights
         weights = Weights("built", reason)
@@ -75,11 +73,12 @@ def materialise(
     A DTensor gets memory for its shard only. Weights by name are drawn whole, one module at a time, and sliced; of
     weights in files only the shard is read. Under offload, `parameter_device` is the device of the parameters.
     """
-    allocated = _allocate(model, parameter_device or device)
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    place, before = parameter_device or device, set(model.parameters())
+    replace_parameters(model, lambda p: parameter_like(p, torch.empty_like(p, device=place)) if p.is_meta else p)
+    allocated = set(model.parameters()) - before
     # Not if all parameters are new: `to` fails on FakeTensors, even if they are on the device already.
-    if is_sharded or set(model.parameters()) - allocated:
-        model.to(parameter_device or device)  # this also makes FSDP look up the new memory of its parameters
+    if set(model.parameters()) - allocated or any(isinstance(module, FSDPModule) for module in model.modules()):
+        model.to(place)  # this also makes FSDP look up the new memory of its parameters
     move_buffers(model, device)
     if weights.kind == "files":
         draw(model, seed, weights.reset, allocated & parameters_to_draw(model, weights))
@@ -94,10 +93,3 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device, dtype if buffer.is_floating_point() else None)
-
-
-def _allocate(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Replaces every meta parameter by one with memory for this rank's shard, and returns the new parameters."""
-    before = set(model.parameters())
-    replace_parameters(model, lambda p: parameter_like(p, torch.empty_like(p, device=device)) if p.is_meta else p)
-    return set(model.parameters()) - before

@@ -32,7 +32,8 @@ from shoal.types import TrainState
 def save(manager: CheckpointManager, step: int, value: float | None = None, metric: str = "eval/loss") -> Path:
     state = TrainState({"w": torch.full((2,), float(step))}, {})
     evaluated = {} if value is None else {"metrics": {metric: value}}
-    return manager.save(state, {"step": step, "samples": step, **evaluated}, {})
+    manager.save(state, {"step": step, "samples": step, **evaluated}, {})
+    return manager.path_of(step)
 
 
 def steps_in(folder: Path) -> list[int]:

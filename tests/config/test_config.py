@@ -72,7 +72,7 @@ def test_bases_extend_bases_relative_to_themselves(tmp_path: Path) -> None:
     assert (run.config.experiment.seed, run.config.experiment.name) == (9, "x")
 
 
-def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
+def test_a_circle_of_extended_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "extends: run.yaml\n", "other.yaml")
     assert "circle" in refuse(tmp_path, "extends: other.yaml\n" + MINIMAL)
 
@@ -217,11 +217,11 @@ def test_bad_configs_are_one_line_naming_the_key(tmp_path: Path, text: str, word
 
 
 @pytest.mark.parametrize("override", ["training.max_steps", "=5", "training.max_steps=[", "training.max_stepz=3"])
-def test_bad_overrides(tmp_path: Path, override: str) -> None:
+def test_wrong_overrides_are_refused_by_name(tmp_path: Path, override: str) -> None:
     assert override.partition("=")[0] in refuse(tmp_path, MINIMAL, override)
 
 
-def test_files_that_are_not_configs(tmp_path: Path) -> None:
+def test_files_that_are_not_configs_are_refused(tmp_path: Path) -> None:
     for path, word in [(tmp_path, "is a directory; give a YAML file"), (tmp_path / "none.yaml", "no such file")]:
         with pytest.raises(UserError, match=word):
             load_run(path)

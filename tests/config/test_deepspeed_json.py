@@ -488,7 +488,7 @@ def test_a_hand_written_loop_compares_the_precision_only(document: dict[str, Any
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
-def test_a_json_in_python() -> None:
+def test_a_deepspeed_strategy_takes_a_json_from_python() -> None:
     """A hand-written loop has its own optimizer and schedule; the precision is the strategy's."""
     path = Path(__file__).parents[2] / "configs" / "zero3.json"
     for config in (path, str(path), json.loads(path.read_text())):

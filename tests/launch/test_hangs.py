@@ -74,7 +74,7 @@ def hang_message(run: Launched, last: str = "shoal: rank 1 hung; giving up after
 
 
 @pytest.mark.slow
-def test_a_stopped_rank(toy: ToyRun, pool2: Any) -> None:
+def test_a_stopped_rank_is_named_and_the_run_restarts(toy: ToyRun, pool2: Any) -> None:
     hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     with Launched(toy, TWO, SHORT) as run:
         assert run.wait() == 0, run.err
@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*CASES])
-def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
+def test_a_rank_that_sleeps_is_named_with_its_line(toy: ToyRun, where: str) -> None:
     before, calls, activity = CASES[where]
     hang(toy, before, calls)
     with Launched(toy, TWO, SHORT, NO_RESTART) as run:
@@ -112,7 +112,7 @@ def test_a_rank_that_sleeps(toy: ToyRun, where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
+def test_a_rank_that_hangs_in_a_save_is_named(toy: ToyRun) -> None:
     """As if a file system did not answer."""
     path = toy.folder / "toy_recipe.py"
     slow_disk = "\nfrom shoal.checkpoint import pieces\nflush = pieces.fsync\n"
@@ -128,7 +128,7 @@ def test_a_rank_that_sleeps_in_a_save(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_the_gil(toy: ToyRun) -> None:
+def test_a_rank_that_holds_the_gil_is_named_with_its_stacks(toy: ToyRun) -> None:
     """Its watchdog cannot run, and its stacks are written nevertheless."""
     hang(toy, 'return {"input"', 12, sleep="hold_the_gil")
     with Launched(toy, TWO, SHORT, NO_RESTART) as run:
@@ -141,7 +141,7 @@ def test_a_rank_that_holds_the_gil(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_on_which_all_ranks_are_silent(toy: ToyRun) -> None:
+def test_the_launcher_kills_the_silent_ranks_of_its_machine(toy: ToyRun) -> None:
     """Only the launcher can kill the one process of that machine. Rank 0 is made to look like another machine."""
     hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     path = toy.folder / "toy_recipe.py"
@@ -160,7 +160,7 @@ def test_a_machine_on_which_all_ranks_are_silent(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_hang_under_torchrun(toy: ToyRun, pool2: Any) -> None:
+def test_a_hang_under_torchrun_is_reported_once_and_restarted(toy: ToyRun, pool2: Any) -> None:
     hang(toy, SAMPLE, CALLS, sleep="stop_myself")
     options = ("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "-m", "shoal", "train", "run.yaml")
     with Launched(toy, *torchrun(), *options, SHORT) as run:
@@ -183,7 +183,7 @@ def test_a_slow_rank_is_left_alone(toy: ToyRun, before: str, calls: int, seconds
 
 
 @pytest.mark.slow
-def test_a_hang_while_starting(toy: ToyRun) -> None:
+def test_a_hang_while_the_model_is_built_is_reported(toy: ToyRun) -> None:
     hang(toy, "hidden = self", 1)
     with Launched(toy, TWO, "distributed.init_timeout=10") as run:
         assert run.wait() == 0, run.err

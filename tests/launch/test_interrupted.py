@@ -65,7 +65,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
 
 
-def test_restarts_are_bounded(slow_toy: ToyRun) -> None:
+def test_a_run_is_not_restarted_more_often_than_max_restarts(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "launch.max_restarts=0") as run:
         run.until(run.ranks)
         os.kill(run.ranks()[0], signal.SIGKILL)  # before it has imported torch
@@ -109,7 +109,9 @@ STOPS = {
         pytest.param("the terminal", signal.SIGINT, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_saves_once_and_leaves(slow_toy: ToyRun, target: str, number: signal.Signals, workers: int) -> None:
+def test_a_signal_saves_once_and_ends_the_run(
+    slow_toy: ToyRun, target: str, number: signal.Signals, workers: int
+) -> None:
     options = ("training.max_steps=1000", "checkpoint.every=null", f"dataset.num_workers={workers}")
     with Launched(slow_toy, TWO, *options) as run:
         run.until((slow_toy.output / "report.txt").exists)

@@ -55,7 +55,7 @@ def test_two_processes_train_and_print_once(toy: ToyRun, change_recipe: Callable
     assert_same_weights(toy)
 
 
-def test_processes_of_torchrun(toy: ToyRun) -> None:
+def test_torchrun_starts_the_processes_of_a_run(toy: ToyRun) -> None:
     with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", *SAME) as run:
         assert run.wait() == 0, run.err
         assert run.nothing_left()
@@ -64,7 +64,7 @@ def test_processes_of_torchrun(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_two_torchruns(toy: ToyRun) -> None:
+def test_two_torchruns_train_one_run(toy: ToyRun) -> None:
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=one run")
     agent = (*torchrun(), "--nnodes=2", "--nproc-per-node=1", *rendezvous, "--local-addr=127.0.0.1", "-m", "shoal")
     with Launched(toy, *agent, "train", "run.yaml", *SAME) as a, Launched(toy, *agent, "train", "run.yaml", *SAME) as b:
@@ -74,7 +74,7 @@ def test_two_torchruns(toy: ToyRun) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_by_node_rank(toy: ToyRun) -> None:
+def test_two_launchers_with_node_ranks_train_one_run(toy: ToyRun) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = ("launch.nodes=2", "launch.procs_per_node=1", *SAME)
     with (
@@ -93,7 +93,7 @@ NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(("nodes", "node_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_what_torchs_launcher_is_asked_for(
+def test_the_configuration_of_the_elastic_launcher(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, nodes: int, node_rank: int
 ) -> None:
     """All machines meet at the board that the first of them keeps."""
@@ -235,7 +235,7 @@ def test_torchrun_with_another_number_of_processes_than_the_config(toy: ToyRun) 
         (World(0, 2, 0, 1), "launch.nodes=1"),
     ],
 )
-def test_a_world_of_another_size_than_the_config(toy: ToyRun, world: World, override: str) -> None:
+def test_a_number_of_processes_that_contradicts_the_config_is_refused(toy: ToyRun, world: World, override: str) -> None:
     with pytest.raises(UserError, match=override.replace("=", " = ")):
         check_world(load_run(toy.config, [override]), world)
 

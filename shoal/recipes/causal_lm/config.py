@@ -1,19 +1,16 @@
-"""The `model:` section of recipe causal_lm: the transformers configuration that its keys make, or the folder with the
-weights that it names."""
+"""The `model:` section of recipe causal_lm, and the transformers configuration that its keys make."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from shoal.data.hub import snapshot
 from shoal.errors import UserError
+from shoal.recipes.causal_lm.folder import is_folder
 
 # Older names of keys that transformers moves into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -115,40 +112,3 @@ def one_line(error: Exception) -> str:
     """Returns the message of an error as one short line."""
     # Of "Validation error for field 'x': TypeError: Field 'x' expected …" only the end is needed.
     return re.sub(r"^.*?\b(?:Type|Value)Error: ", "", " ".join(str(error).split()))[:300]
-
-
-def fetch_folder(name: str, revision: str | None, with_code: bool, local_only: bool = False) -> Path:
-    """Returns the folder with this name, or the folder of a repository on the Hub.
-
-    The repository is downloaded first, unless `local_only`; `with_code` also downloads its Python files.
-    """
-    if is_folder(name):
-        return Path(name).expanduser()
-    if name.startswith(("/", ".", "~")):
-        raise UserError(f"model.name = {name!r}: there is no such folder; give a folder or a repository on the Hub")
-    patterns = ["model*.safetensors", "*.json", *(["*.py"] if with_code else [])]
-    return snapshot("model.name", name, revision, patterns, local_only=local_only)
-
-
-def is_folder(name: str) -> bool:
-    """Returns whether `model.name` is a local folder."""
-    return Path(name).expanduser().is_dir()
-
-
-def safetensors_in(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of weights in a folder that transformers saved. Raises UserError if it has no safetensors."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            raise UserError(f"model.name: {index} is damaged; download it again") from None
-        for name in names:
-            if not (folder / name).is_file() or Path(name).name != name:
-                raise UserError(f"model.name: {index} names {name!r}, which is not in {folder}; download it again")
-        return tuple(folder / name for name in names)
-    if single.exists():
-        return (single,)
-    pickles = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
-    contents = "only pickles, which may hold code and are not opened" if pickles else "no weights"
-    raise UserError(f"model.name: {folder} has {contents}; save the model as model.safetensors")

@@ -17,13 +17,12 @@ from shoal.errors import UserError
 from shoal.models.causal_attention import use_causal_attention
 from shoal.recipes.causal_lm.config import (
     CausalLMConfig,
-    fetch_folder,
     import_transformers,
     known_keys,
     make_config,
     one_line,
-    safetensors_in,
 )
+from shoal.recipes.causal_lm.folder import fetch_folder, safetensors_in
 from shoal.recipes.causal_lm.plan import make_plan
 from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
