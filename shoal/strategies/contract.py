@@ -32,8 +32,7 @@ from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.loss_scale import LossScale
-from shoal.transform.precision import autocast, check_precision
+from shoal.transform.precision import LossScale, autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 DRAWN = Weights("init")

@@ -40,8 +40,7 @@ from shoal.torch_private import as_rows, shape_and_offset
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
-from shoal.transform.loss_scale import LossScale
-from shoal.transform.precision import autocast
+from shoal.transform.precision import LossScale, autocast
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
 

@@ -36,7 +36,7 @@ from shoal.transform.activation_checkpointing import apply_activation_checkpoint
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
 from shoal.transform.float8 import apply_float8
-from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import LossScale
 from shoal.types import NO_PLAN, ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
 from shoal.processes.group import cpu_group
-from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import LossScale
 from shoal.types import StepInfo
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}

@@ -19,7 +19,7 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import DDPStrategy, DistributedStrategy, SingleStrategy
 from shoal.strategies.engines.ddp import default_bucket_mb
 from shoal.training.optimizers import build_optimizer
-from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import LossScale
 from shoal.types import MicroBatch, ParallelPlan
 
 
