@@ -20,7 +20,7 @@ from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
-from shoal.parallel.tensor.sequence_parallel import check_length
+from shoal.parallel.tensor.tensor_parallel import check_length
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
