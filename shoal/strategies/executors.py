@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
-from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
 from shoal.seeding import mix
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
@@ -87,7 +86,7 @@ class InTurn:
                     with enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
                     if loss.ndim:
-                        raise not_scalar(loss)
+                        raise UserError(NOT_SCALAR.format([*loss.shape]))
                     if engine.backward is None:
                         loss.backward(scale)  # fewer operations than multiplying the loss
                     else:
@@ -122,22 +121,16 @@ class Overlapped:
         recipe: Objective,
         step: int,
     ) -> list[Tensor]:
-        # A short step at the end of the data is filled up with micro-batches of weight 0.
-        needed = micro_batches_needed(self.pipeline.schedule, self.pipeline.num_stages)
-        fillers = [batches[0]] * max(0, needed - len(batches))
-        filled = [*batches, *fillers]
-        scales = [per_count * weight for weight in (*(micro.weight for micro in micro_batches), *(0 for _ in fillers))]
-        losses = self._zeros(len(filled))
+        scales = [per_count * micro.weight for micro in micro_batches]
+        losses = self._zeros(len(batches))
 
         def score(output: Any, index: int) -> Tensor:
-            loss = recipe.loss(output, filled[index])
-            if loss.ndim:
-                raise not_scalar(loss)
+            loss = recipe.loss(output, batches[index])
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
-        self.pipeline.step([recipe.inputs(b) for b in filled], score, self._enter(recipe, filled, scales, step))
-        return self._from_last_stage(losses[: len(batches)])
+        self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
+        return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         inputs = [recipe.inputs(batch) for batch in batches]
@@ -158,7 +151,3 @@ class Overlapped:
         shared = torch.stack([*losses])
         dist.all_reduce(shared, group=self.pipeline.group)
         return list(shared.unbind())
-
-
-def not_scalar(loss: Tensor) -> UserError:
-    return UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
