@@ -29,8 +29,7 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
-from shoal.strategies.buffers import MovingBuffers
-from shoal.strategies.contract import DRAWN, Builder, DistributedStrategy, Engaged
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
@@ -41,7 +40,7 @@ from shoal.transform.activation_checkpointing import apply_activation_checkpoint
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import apply_compile
 from shoal.transform.precision import LossScale, autocast
-from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
 
 CPU = torch.device("cpu")
@@ -126,14 +125,9 @@ class ZeroStrategy(DistributedStrategy):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        if self.device.type not in ("cpu", "cuda"):
-            raise UserError(
-                f"distributed.strategy = deepspeed runs on cuda and cpu, not on {self.device.type}; use single"
-            )
         self._zero, self._stage = self.layout.zero, self.layout.zero.stage
         self._deepspeed = load_deepspeed(self.device)
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
-        self._engine: ZeroEngine | None = None
         self._folders: dict[str, SwapFolder] = {}
         self._is_first_step = False
 
@@ -163,21 +157,6 @@ class ZeroStrategy(DistributedStrategy):
             folder.remove()
         self._folders = {}
 
-    @property
-    def engine(self) -> nn.Module:
-        assert self._engine is not None
-        return self._engine.module
-
-    def prepare(
-        self,
-        model: nn.Module,
-        build_optimizer: Builder,
-        plan: ParallelPlan = NO_PLAN,
-        weights: Weights = DRAWN,
-    ) -> tuple[nn.Module, Optimizer]:
-        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum")
-        return model, optimizer
-
     def _place_model(
         self,
         model: nn.Module,
@@ -190,6 +169,8 @@ class ZeroStrategy(DistributedStrategy):
         """The optimizer is built while parameters have their shapes; DeepSpeed then takes both."""
         if len(builders) > 1:
             raise UserError("several optimizers: DeepSpeed's engine takes one; use strategy fsdp or ddp")
+        if memory is not None:
+            raise UserError("memory: DeepSpeed needs real memory for its partitions; plan with strategy fsdp or ddp")
         layout = self.layout
         self._end_engine()
         self.engaged = engaged = Engaged(not_in_force=self._not_in_force())
@@ -222,14 +203,14 @@ class ZeroStrategy(DistributedStrategy):
         module, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
-        self._engine = ZeroEngine(layout, self.device, self.mesh, reduction)
-        self._engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
+        self._engine = engine = ZeroEngine(layout, self.device, self.mesh, reduction)
+        engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
         self._partition = Partition(module, {parameter: name for name, parameter in model.named_parameters()})
         surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
-        self._executor = InTurn(self._engine, surroundings)
+        self._executor = InTurn(engine, surroundings)
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
-        update = ZeroUpdate(optimizer, self._loss_scale, self._engine, self._partition, averaged_over)
+        update = ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)
         self._updates = {optimizer: update}
         self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
         self._held = self._find_held(model)

@@ -16,7 +16,7 @@ from shoal.seeding import mix
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
-from shoal.types import MicroBatch, Objective
+from shoal.types import Objective
 
 
 class Surroundings:
@@ -32,11 +32,16 @@ class Surroundings:
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
     ) -> AbstractContextManager[None]:
-        """Seeds the generators and returns the context for one forward and its loss.
+        """Seeds the generators from the place in the run, and returns the context for one forward and its loss.
 
-        `scale` is what the loss will be multiplied by in the backward.
+        `place` is such as (step, micro-batch); `scale` is what the loss will be multiplied by in the backward.
         """
-        self.seed_generators(*place)
+        # Not by torch.manual_seed: that also remembers the seed for every kind of device that was never used, each with
+        # a traceback, which takes longer than many a step.
+        seed = mix(self._seed, *place, *self._rng_key)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)
@@ -46,17 +51,6 @@ class Surroundings:
         with autocast(self.precision, self.device), head.scoring(labels, scale):
             yield
 
-    def seed_generators(self, *place: int | str) -> None:
-        """Seeds the generators from the place in the run, such as (step, micro-batch).
-
-        Not by `torch.manual_seed`: that also remembers the seed for every kind of device that was never used, each with
-        a traceback, which takes longer than many a step.
-        """
-        seed = mix(self._seed, *place, *self._rng_key)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
-
 
 class InTurn:
     """Runs micro-batches one after another."""
@@ -65,25 +59,16 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self,
-        batches: Sequence[Any],
-        micro_batches: Sequence[MicroBatch],
-        per_count: Tensor,
-        recipe: Objective,
-        step: int,
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
     ) -> list[Tensor]:
-        """Runs forward and backward of each batch, whose loss is multiplied by `per_count` and its weight (0 or 1).
-
-        `batches` are the data of the micro-batches as the model sees them.
-        """
-        engine, enter, losses, last = self.engine, self.surroundings.enter, list[Tensor](), len(batches) - 1
+        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward."""
+        engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
-                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, None, step, 0))
-            for index, batch in enumerate(batches):
-                scale = per_count * micro_batches[index].weight
+                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, step, 0))
+            for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 with engine.accumulate(index == last):
-                    with enter(recipe, batch, scale, step, index):
+                    with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
                     if loss.ndim:
                         raise UserError(NOT_SCALAR.format([*loss.shape]))
@@ -100,10 +85,10 @@ class InTurn:
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         """Computes the losses without a backward."""
-        return [self._loss(model, b, recipe, None, "eval", index).float() for index, b in enumerate(batches)]
+        return [self._loss(model, b, recipe, "eval", index).float() for index, b in enumerate(batches)]
 
-    def _loss(self, model: nn.Module, batch: Any, recipe: Objective, scale: Tensor | None, *place: int | str) -> Tensor:
-        with self.surroundings.enter(recipe, batch, scale, *place):
+    def _loss(self, model: nn.Module, batch: Any, recipe: Objective, *place: int | str) -> Tensor:
+        with self.surroundings.enter(recipe, batch, None, *place):
             return recipe.loss(model(**recipe.inputs(batch)), batch)
 
 
@@ -114,14 +99,8 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self,
-        batches: Sequence[Any],
-        micro_batches: Sequence[MicroBatch],
-        per_count: Tensor,
-        recipe: Objective,
-        step: int,
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
     ) -> list[Tensor]:
-        scales = [per_count * micro.weight for micro in micro_batches]
         losses = self._zeros(len(batches))
 
         def score(output: Any, index: int) -> Tensor:
