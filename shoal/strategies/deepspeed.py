@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from shoal.config.deepspeed_json import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.sharding.units import check_shardable
-from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_optimizer
+from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_elementwise
 from shoal.parallel.zero.nvme import SwapFolder, load_operator
 from shoal.parallel.zero.partition import (
     Connection,
@@ -33,7 +34,7 @@ from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, Mov
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
-from shoal.strategies.update import Update
+from shoal.strategies.update import Update, check_optimizer
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
@@ -56,12 +57,11 @@ class ZeroEngine(PlainEngine):
         """`factor` turns a sum over ranks into a mean, for a Loop."""
         self.module, self._rank, self._factor = engine, rank, factor
         self.backward = self._backward
-        self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-        self._waiting: set[str] = set()
-        """The trained parameters without a gradient from the micro-batch under way."""
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained, self._waiting = frozenset(trained), set[str]()
+        """All trained parameters, and those without a gradient from the micro-batch under way."""
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         self.module.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
@@ -80,6 +80,8 @@ class ZeroEngine(PlainEngine):
 
 class ZeroUpdate(Update):
     """Lets DeepSpeed step. It decides on the host: it waits for the norm, and skips an update that is not finite."""
+
+    steps_otherwise = True
 
     def __init__(
         self,
@@ -100,17 +102,13 @@ class ZeroUpdate(Update):
         self._stepping = True
         norm, skipped = self._partition.step(max_norm, scale / self._averaged_over)
         self._stepping = self._engine.has_gradients = False
-        device = self._engine.device
-        as_tensor = (torch.as_tensor(value, dtype=torch.float32, device=device) for value in (norm, skipped))
-        return StepInfo(*as_tensor)
+        as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=self._engine.device)
+        return StepInfo(as_tensor(norm), as_tensor(skipped))
 
     def zero_grad(self) -> None:
         """DeepSpeed clears gradients when it steps, and never else."""
         if self._engine.has_gradients:
             raise UserError("zero_grad(): DeepSpeed keeps the gradients of a backward until it steps; call step first")
-
-    def _steps_otherwise(self) -> bool:
-        return True
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._stepping:
@@ -195,7 +193,8 @@ class ZeroStrategy(DistributedStrategy):
             if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
                 parameter.data = parameter.data.contiguous()
         optimizer = builders[0](model)
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
+        check_elementwise(optimizer)
         self._open_folders(model, optimizer)
         config = self._engine_config(model)
         if self._stage == 3:
