@@ -42,6 +42,7 @@ from shoal.strategies.state import (
     collect_state,
     optimizer_settings,
     restore_settings,
+    sharded_parameter,
 )
 from shoal.strategies.update import Update
 from shoal.torch_private import call_without_hooks, uncompiled
@@ -90,6 +91,7 @@ class Loop:
         self._optimizers = strategy._place_model(
             model, builders, plan or ParallelPlan.derive(model), weights, "none" if at_step else "mean"
         )
+        self._check_separate(self._optimizers)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine
         if methods and isinstance(module, DistributedDataParallel):
@@ -105,15 +107,15 @@ class Loop:
     @property
     def model(self) -> nn.Module:
         """The plain model inside the module that `wrap` returned, with its own names."""
-        if self._model is None:
-            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
-        return self._model
+        model, _ = self._wrapped()
+        return model
 
     # A step
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of one micro-batch; gradients are exchanged in the last one."""
-        return self._engine.accumulate(last)
+        _, engine = self._wrapped()
+        return engine.accumulate(last)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Is entered around the forward and the loss: computes in the strategy's `mixed_precision`."""
@@ -121,9 +123,10 @@ class Loop:
 
     def backward(self, loss: Tensor) -> None:
         """Runs the backward of a mean over this rank's samples; gradients become the mean over ranks."""
+        _, engine = self._wrapped()
         scale = self.strategy._loss_scale
-        if self._engine.backward is not None:
-            self._engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
+        if engine.backward is not None:
+            engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
         else:
             (loss * scale.scale if scale else loss).backward()
 
@@ -132,7 +135,7 @@ class Loop:
     ) -> None:
         """Makes the optimizer's next step clip its gradient, by its norm or each element by its size."""
         limits = {"max_norm": max_norm, "max_value": max_value}
-        for one in [optimizer] if optimizer else self._optimizers:
+        for one in self._chosen(optimizer):
             self._update_of(one)
             self._clips[one] = {key: limit for key, limit in limits.items() if limit is not None}
 
@@ -141,11 +144,11 @@ class Loop:
 
         An update whose gradient is not finite is skipped. The norm before clipping is in what it returns.
         """
+        self._check_trained()
         if optimizer is None:
             if len(self._optimizers) != 1:
                 raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; pass the one that steps")
             (optimizer,) = self._optimizers
-        self._check_trained()
         clip = self._clips.pop(optimizer, {})
         if max_norm is not None:
             clip["max_norm"] = max_norm
@@ -155,7 +158,7 @@ class Loop:
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Clears the gradients of an optimizer, or of all."""
-        for one in [optimizer] if optimizer else self._optimizers:
+        for one in self._chosen(optimizer):
             self._update_of(one).zero_grad()
 
     # Around it
@@ -236,14 +239,35 @@ class Loop:
 
     # Inside
 
-    @property
-    def _engine(self) -> PlainEngine:
-        assert self.strategy._engine is not None
-        return self.strategy._engine
+    def _wrapped(self) -> tuple[nn.Module, PlainEngine]:
+        """Returns the plain model and what computes it; refuses verbs that come before `wrap`."""
+        if self._model is None or self.strategy._engine is None:
+            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
+        return self._model, self.strategy._engine
+
+    def _chosen(self, optimizer: Optimizer | None) -> list[Optimizer]:
+        """Returns the given optimizer, or all that the loop has."""
+        self._wrapped()
+        return [optimizer] if optimizer else self._optimizers
+
+    def _check_separate(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuses a parameter that two optimizers have: each of them would step it."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        owners: dict[Tensor, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                whole = sharded_parameter(parameter)
+                owner = owners.setdefault(whole, optimizer)
+                if owner is not optimizer:
+                    raise UserError(
+                        f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}, have the parameter "
+                        f"{names.get(whole, 'of another model')}, and both would step it; give each parameter to one"
+                    )
 
     def _update_of(self, optimizer: Optimizer) -> Update:
         """Returns what steps this optimizer; one that was built by hand after `wrap` joins the loop here."""
         if optimizer not in self.strategy._updates:
+            self._check_separate([*self._optimizers, optimizer])
             self.strategy._updates[optimizer] = self.strategy._update_for(optimizer, self.model)
             self._optimizers.append(optimizer)
         return self.strategy._updates[optimizer]
@@ -337,9 +361,8 @@ class Loop:
                 parameter.register_post_accumulate_grad_hook(check)
 
     def _check_trained(self) -> None:
-        if type(self._engine) is PlainEngine:
-            return
-        if [p.requires_grad for p in self.model.parameters()] != self._trained:
+        model, engine = self._wrapped()
+        if type(engine) is not PlainEngine and [p.requires_grad for p in model.parameters()] != self._trained:
             raise UserError(
                 f"requires_grad was changed after wrap, which {self.strategy.name} does not notice; freeze parameters "
                 "before wrap, or leave them out of the optimizer"
@@ -360,6 +383,7 @@ class Loop:
             self._stepped.clear()
 
     def _check_has_optimizer(self, verb: str) -> None:
+        self._wrapped()
         if not self._optimizers:
             raise UserError(
                 f"{verb}: the loop has no optimizer; give wrap a function that builds it, or call loop.add(optimizer)"
