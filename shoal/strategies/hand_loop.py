@@ -134,10 +134,10 @@ class Loop:
         self, optimizer: Optimizer | None = None, *, max_norm: float | None = None, max_value: float | None = None
     ) -> None:
         """Makes the optimizer's next step clip its gradient, by its norm or each element by its size."""
-        limits = {"max_norm": max_norm, "max_value": max_value}
+        limits = _limits(max_norm=max_norm, max_value=max_value)
         for one in self._chosen(optimizer):
             self._update_of(one)
-            self._clips[one] = {key: limit for key, limit in limits.items() if limit is not None}
+            self._clips[one] = limits
 
     def step(self, optimizer: Optimizer | None = None, max_norm: float | None = None) -> StepInfo:
         """Unscales, clips, updates and clears the gradients of an optimizer, or of the only one.
@@ -149,10 +149,8 @@ class Loop:
             if len(self._optimizers) != 1:
                 raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; pass the one that steps")
             (optimizer,) = self._optimizers
-        clip = self._clips.pop(optimizer, {})
-        if max_norm is not None:
-            clip["max_norm"] = max_norm
-        info = self._update_of(optimizer).step(**clip)
+        limits = _limits(max_norm=max_norm)
+        info = self._update_of(optimizer).step(**self._clips.pop(optimizer, {}) | limits)
         self._update_scale(optimizer, info)
         return info
 
@@ -396,3 +394,11 @@ class Loop:
             )
         for optimizer, stored in zip(self._optimizers, settings, strict=True):
             check_same_optimizer(optimizer, stored, path)
+
+
+def _limits(**limits: float | None) -> dict[str, float]:
+    """Returns the limits that are not None; refuses 0 and below, which would leave nothing of a gradient."""
+    for key, limit in limits.items():
+        if limit is not None and not limit > 0:
+            raise UserError(f"{key} = {limit}: a limit has to be above 0; leave it out, or give None, to not clip")
+    return {key: limit for key, limit in limits.items() if limit is not None}

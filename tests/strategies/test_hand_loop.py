@@ -429,6 +429,15 @@ def test_verbs_before_wrap_are_refused(tmp_path, monkeypatch, verb):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("limit", [0, 0.0, -1.0, float("nan")])
+def test_limits_that_would_leave_nothing_are_refused(limit):
+    loop = one_process(build(), sgd)
+    for key, verb in (("max_norm", loop.step), ("max_norm", loop.clip), ("max_value", loop.clip)):
+        with pytest.raises(UserError, match=f"^{key} = {limit}: a limit has to be above 0; leave it out"):
+            verb(**{key: limit})
+    take_steps(loop, loop.model, range(1), max_norm=None)
+
+
 def test_two_optimizers_that_share_a_parameter_are_refused():
     def of_the_head(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.head.parameters())
