@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -123,6 +123,7 @@ class DistributedStrategy(ABC):
         self._backend, self._timeout_seconds = choose_backend(backend, self.device, world), timeout
         self._data_groups: Sequence[dist.ProcessGroup | None] = (None,) if self.data_size > 1 else ()
         """A sum over these, one after another, is the sum over all slices of a batch; None means all ranks."""
+        self._settings_before = ExitStack()
         self._engine: PlainEngine | None = None
         """What computes the model, once there is one."""
         self._executor: InTurn | Overlapped
@@ -137,11 +138,19 @@ class DistributedStrategy(ABC):
         """Joins the other processes and applies the settings that hold for the whole process."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        restore = self._settings_before.callback
         if self.layout.tf32:
+            restore(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
         if self.layout.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
+            if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+                restore(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
+                os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is only then repeatable
+            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+            mode = torch.are_deterministic_algorithms_enabled()
+            restore(torch.use_deterministic_algorithms, mode, warn_only=warn_only)
             torch.use_deterministic_algorithms(True)
+            restore(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = False
         if self.world.size > 1 or self.layout.strategy in ("fsdp", "mesh", "deepspeed"):
             join(self.world, self.device, self._backend, self._timeout_seconds)
@@ -155,12 +164,9 @@ class DistributedStrategy(ABC):
         return mesh
 
     def teardown(self) -> None:
-        """Leaves the other processes and takes the settings back."""
+        """Leaves the other processes and restores the settings that `setup` found."""
         leave(self.world)
-        if self.layout.deterministic:
-            torch.use_deterministic_algorithms(False)
-        if self.layout.tf32:
-            torch.set_float32_matmul_precision("highest")
+        self._settings_before.close()
 
     def __enter__(self) -> Self:
         self.setup()
