@@ -19,7 +19,8 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folder, step_folders
+from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folders
+from shoal.checkpoint import step_folder as checkpoint_path
 from shoal.config.schema_distributed import DDPConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
@@ -121,11 +122,6 @@ def save_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: O
 def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Loads a checkpoint into model and optimizer and returns the `state` it was saved with. Every rank calls it."""
     return _loop_with(model, optimizer).load(path)
-
-
-def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """Returns the folder in which `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
-    return step_folder(output_dir, step)
 
 
 def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

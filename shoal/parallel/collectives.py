@@ -11,8 +11,8 @@ from torch import Tensor
 
 Group = dist.ProcessGroup
 # New names of torch 2.13, which warns of the old ones.
-_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 TOKENS = 1
 """The dimension of tokens in hidden states (batch, time, embd)."""
 
@@ -26,14 +26,14 @@ def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
 def _all_gather(tensor: Tensor, group: Group) -> Tensor:
     part = tensor.movedim(TOKENS, 0).contiguous()
     whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
-    _GATHER(whole, part, group=group)
+    all_gather_single(whole, part, group=group)
     return whole.movedim(0, TOKENS)
 
 
 def _reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     whole = tensor.movedim(TOKENS, 0).contiguous()
     part = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
-    _SCATTER(part, whole, group=group)
+    _reduce_scatter_single(part, whole, group=group)
     return part.movedim(0, TOKENS)
 
 

@@ -283,9 +283,9 @@ def describe_hang(
     missing: Sequence[int], answers: Mapping[int, RankStatus], last_statuses: Mapping[int, RankStatus], limit: str
 ) -> str:
     """Returns the message of a hang: first each missing rank, then the others, grouped by what they do."""
-    nobody_missing = f"no progress within {limit}, and no rank is behind the others"
-    summary = f"{_format_ranks(missing)} did not arrive within {limit}" if missing else nobody_missing
-    lines = [f"the run hangs: {summary}"]
+    lines = [f"the run hangs: no progress within {limit}, and no rank is behind the others"]
+    if missing:
+        lines = [f"the run hangs: {_format_ranks(missing)} did not arrive within {limit}"]
     waiting: dict[tuple[str, ...], list[int]] = {}
     for rank in [rank for rank in answers if rank not in missing]:
         waiting.setdefault((answers[rank].activity, *answers[rank].frames), []).append(rank)

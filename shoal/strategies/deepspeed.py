@@ -181,9 +181,12 @@ class ZeroStrategy(DistributedStrategy):
             engaged.compiled_modules = apply_compile(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:
-                add_layer(model.get_submodule(name), self._keep_inputs_on_host)
+                # What a recomputed block saves for the backward are its inputs.
+                on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=self.device.type == "cuda")
+                add_layer(model.get_submodule(name), partial(_inside, on_host))
         if layout.precision != "fp32":
-            add_layer(model, self._autocast_inside)
+            # The engine turns autocast off around the model; inside of it, it is turned on again.
+            add_layer(model, partial(_inside, partial(autocast, layout.precision, self.device)))
         if self._stage == 3:
             cut_into_rows(model, self._rows_mesh())
         # Memory. A model that was built is whole on the CPU; under stage 3 its parameters go to the device one by one.
@@ -286,16 +289,6 @@ class ZeroStrategy(DistributedStrategy):
             return {"device": "nvme", "nvme_path": str(self._folders[key].path)}
         return {"device": getattr(self._zero, key), "pin_memory": self.device.type == "cuda"}
 
-    def _autocast_inside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The engine turns autocast off around the model; inside of it, it is turned on again."""
-        with autocast(self.layout.precision, self.device):
-            return forward(*args, **kwargs)
-
-    def _keep_inputs_on_host(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a recomputed block saves for the backward are its inputs."""
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
-            return forward(*args, **kwargs)
-
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
@@ -338,7 +331,7 @@ class ZeroStrategy(DistributedStrategy):
         for group, members in partition.members.items():
             if group is not None:
                 check_counts(members, state)
-            with partition.to_change(group):
+            with partition.at_hand(group, write=True):
                 for name, parameter in members.items():
                     if name in partitioned & state.model.keys():
                         elements = self._own_elements(name, parameter, state.model[name])
@@ -394,6 +387,14 @@ def _swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     sizes = [[p.numel() for p in module.parameters(recurse=False)] for module in model.modules()]
     largest = max((numel for numels in sizes for numel in numels), default=1)
     return {"buffer_count": max(map(len, sizes)) + 4, "buffer_size": ceil(largest / ranks), "max_in_cpu": 0}
+
+
+def _inside(
+    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A layer that enters a context around the forward."""
+    with context():
+        return forward(*args, **kwargs)
 
 
 def _whole(value: Any) -> Tensor:

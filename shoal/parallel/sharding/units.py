@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from torch import nn
@@ -90,10 +90,5 @@ def _of_size(model: nn.Module, least: int) -> list[str]:
 
 def _can_stand_alone(model: nn.Module, name: str) -> bool:
     own = {id(p) for p in model.get_submodule(name).parameters()}
-    return bool(own) and not own & set(_outside(model, name))
-
-
-def _outside(model: nn.Module, name: str) -> Iterator[int]:
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        if not key.startswith(f"{name}."):
-            yield id(parameter)
+    everywhere = model.named_parameters(remove_duplicate=False)
+    return bool(own) and own.isdisjoint(id(p) for key, p in everywhere if not key.startswith(f"{name}."))
