@@ -108,8 +108,7 @@ class _Swap(torch.autograd.Function):
 
 
 def _all_to_all(tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
-    size = dist.get_world_size(group)
-    sent = torch.stack(tensor.chunk(size, dim=split))
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), dim=join)

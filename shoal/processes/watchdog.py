@@ -158,10 +158,8 @@ class Watchdog:
         # This function's own frame refers to `threads`: a reference cycle that would keep the loop's tensors alive.
         del threads[threading.get_ident()]
         stack = _stack(threads.get(self._training_thread))
-        joined_threads = [
-            frame.f_locals["self"].ident for frame in stack if frame.f_code is threading.Thread.join.__code__
-        ]
-        stack = [*stack, *_stack(threads.get(joined_threads[0]) if joined_threads else None)]
+        joins = [frame for frame in stack if frame.f_code is threading.Thread.join.__code__]
+        stack += _stack(threads.get(joins[0].f_locals["self"].ident) if joins else None)
         return [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in stack]
 
     def _status(self) -> RankStatus:

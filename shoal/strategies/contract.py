@@ -20,7 +20,7 @@ from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
-from shoal.parallel.tensor.tensor_parallel import check_length
+from shoal.parallel.tensor.tensor_parallel import TensorParallel, check_length
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
@@ -30,7 +30,9 @@ from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import apply_compile
 from shoal.transform.precision import LossScale, autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
@@ -146,9 +148,11 @@ class DistributedStrategy(ABC):
             if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
                 restore(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
                 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is only then repeatable
-            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-            mode = torch.are_deterministic_algorithms_enabled()
-            restore(torch.use_deterministic_algorithms, mode, warn_only=warn_only)
+            restore(
+                torch.use_deterministic_algorithms,
+                torch.are_deterministic_algorithms_enabled(),
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
             torch.use_deterministic_algorithms(True)
             restore(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = False
@@ -338,6 +342,19 @@ class DistributedStrategy(ABC):
         first, *others = counted or [0 * values[0]]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
+
+    def _transform(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None = None) -> None:
+        """Makes the head compute the loss, blocks recompute their activations, and compiles them."""
+        layout, engaged = self.layout, self.engaged
+        # The head computes the loss in chunks, or where ranks share the vocabulary and so the loss.
+        shares_vocabulary = tensor is not None and plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
+        in_other_stage = layout.mesh["pp"] > 1 and plan.head is None
+        if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
+            shared = tensor if shares_vocabulary else None
+            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared)
+        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if layout.compile:
+            engaged.compiled_modules = apply_compile(model, plan)
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}

@@ -37,9 +37,6 @@ from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update, check_optimizer
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
 from shoal.transform.precision import LossScale, autocast
 from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
@@ -174,11 +171,7 @@ class ZeroStrategy(DistributedStrategy):
         self.engaged = engaged = Engaged(not_in_force=self._not_in_force())
         # Structure.
         check_shardable(model)
-        if layout.loss_chunks > 1:
-            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, compiled=layout.compile)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
-        if layout.compile:
-            engaged.compiled_modules = apply_compile(model, plan)
+        self._transform(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:
                 # What a recomputed block saves for the backward are its inputs.
@@ -212,8 +205,7 @@ class ZeroStrategy(DistributedStrategy):
         self._executor = InTurn(engine, surroundings)
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
-        update = ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)
-        self._updates = {optimizer: update}
+        self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
         self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
         self._held = self._find_held(model)
         engaged.description = self._describe()
@@ -334,8 +326,7 @@ class ZeroStrategy(DistributedStrategy):
             with partition.at_hand(group, write=True):
                 for name, parameter in members.items():
                     if name in partitioned & state.model.keys():
-                        elements = self._own_elements(name, parameter, state.model[name])
-                        partition.put_weights(name, parameter, elements)
+                        partition.put_weights(name, parameter, self._own_elements(name, parameter, state.model[name]))
                     if group is not None:
                         self._load_slots(name, parameter, state.optimizer.get(name, {}))
         partition.settle()

@@ -38,7 +38,7 @@ from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.state import (
     check_jsonable,
-    check_same_optimizer,
+    check_same_optimizers,
     collect_state,
     optimizer_settings,
     restore_settings,
@@ -222,7 +222,7 @@ class Loop:
             by_optimizer = settings if isinstance(settings, list) else [settings]
             shapes = {name: [*one.shape] for name, one in held.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
-            self._check_same_optimizers(by_optimizer, path)
+            check_same_optimizers(self._optimizers, by_optimizer, path)
             loaded = checkpoint.checked_state(held, with_base=True)
         except (DamagedCheckpoint, UserError) as error:
             problem = error
@@ -386,14 +386,6 @@ class Loop:
             raise UserError(
                 f"{verb}: the loop has no optimizer; give wrap a function that builds it, or call loop.add(optimizer)"
             )
-
-    def _check_same_optimizers(self, settings: Sequence[Any], path: Path) -> None:
-        if len(settings) != len(self._optimizers):
-            raise UserError(
-                f"{path} was saved with {len(settings)} optimizers, but the loop has {len(self._optimizers)}"
-            )
-        for optimizer, stored in zip(self._optimizers, settings, strict=True):
-            check_same_optimizer(optimizer, stored, path)
 
 
 def _limits(**limits: float | None) -> dict[str, float]:

@@ -32,9 +32,6 @@ from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
 from shoal.transform.float8 import apply_float8
 from shoal.transform.precision import LossScale
 from shoal.types import ParallelPlan, TrainState, Weights
@@ -91,10 +88,7 @@ class NativeStrategy(DistributedStrategy):
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
         self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
-        engaged.chunked_head = self._chunk_head(model, plan, tensor)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
-        if layout.compile:
-            engaged.compiled_modules = apply_compile(model, plan)
+        self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if layout.is_sharded_family:
@@ -144,16 +138,6 @@ class NativeStrategy(DistributedStrategy):
         tensor.apply(model, plan)
         return tensor
 
-    def _chunk_head(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None) -> ChunkedHead | None:
-        """Makes the head compute the loss: in chunks, or where ranks share the vocabulary and so the loss."""
-        if self.layout.mesh["pp"] > 1 and plan.head is None:
-            return None  # another stage has the head
-        shares_vocabulary = plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
-        tensor = tensor if shares_vocabulary else None
-        if tensor is None and self.layout.loss_chunks == 1:
-            return None
-        return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
-
     def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
         engine = self._engine
         engine.reshard()  # after a forward without a backward the model has gathered parameters
@@ -172,8 +156,7 @@ class NativeStrategy(DistributedStrategy):
             return held
         by_stage: list[dict[str, Held]] = [{} for _ in range(pipeline.size)]
         dist.all_gather_object(by_stage, held, group=pipeline.group)
-        others = {name: replace(one, region=None) for stage in by_stage for name, one in stage.items()}
-        return {**others, **held}
+        return {name: replace(one, region=None) for stage in by_stage for name, one in stage.items()} | held
 
     def _describe(self, tensor: TensorParallel | None) -> str:
         layout = self.layout

@@ -34,15 +34,17 @@ def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
     if precision not in HALF_TYPES:
         raise UserError(f"mixed_precision = {precision!r} is not one of {', '.join(HALF_TYPES)}")
     if "bf16" in precision and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(device)
-        raise UserError(f"training.mixed_precision = {precision}, but {name} has no bf16 arithmetic; use fp32")
+        raise UserError(
+            f"training.mixed_precision = {precision}, but {torch.cuda.get_device_name(device)} has no bf16 arithmetic; "
+            "use fp32"
+        )
     if precision == "fp8":
         if device.type != "cuda":
             raise UserError(f"training.mixed_precision = fp8 needs a GPU, but the run is on {device.type}; use bf16")
         if torch.cuda.get_device_capability(device) < (8, 9):
-            name = torch.cuda.get_device_name(device)
             raise UserError(
-                f"training.mixed_precision = fp8, but {name} has no fp8 arithmetic (Ada, Hopper and later do); use bf16"
+                f"training.mixed_precision = fp8, but {torch.cuda.get_device_name(device)} has no fp8 arithmetic (Ada, "
+                "Hopper and later do); use bf16"
             )
     if tf32 and device.type != "cuda":
         raise UserError(f"training.tf32 = true needs a CUDA device, but the run is on {device.type}; set it to false")

@@ -241,8 +241,7 @@ class BDH(nn.Module):
         if state:
             state.position += length
         logits = self.head(x, self.lm_head)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(

@@ -84,8 +84,7 @@ def _of_size(model: nn.Module, least: int) -> list[str]:
             f"distributed.fsdp.auto_wrap_policy = size_based, but no module inside the model has {least:,} parameters "
             f"(it has {total:,} in all); lower distributed.fsdp.min_num_params"
         )
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=order.__getitem__)
+    return [name for name, _ in model.named_modules() if name in found]
 
 
 def _can_stand_alone(model: nn.Module, name: str) -> bool:

@@ -298,8 +298,7 @@ def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
         if not parameter.is_meta:
             return parameter
         shape = tuple(parameter.shape)
-        own = row_stretches(shape, mesh.size())[mesh.get_local_rank()]
-        rows = own.numel // max(1, prod(shape[1:]))
+        rows = row_stretches(shape, mesh.size())[mesh.get_local_rank()].numel // max(1, prod(shape[1:]))
         local = torch.empty(rows, *shape[1:], dtype=parameter.dtype, device="meta")
         return nn.Parameter(as_rows(local, shape, mesh), requires_grad=parameter.requires_grad)
 
