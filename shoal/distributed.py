@@ -1,7 +1,7 @@
 """Plain functions for scripts that come from plain PyTorch; docs/plain_pytorch.md says which call each one replaces.
 
-They keep one strategy per process, and one `Loop` for every model that they wrap. A new script is shorter with these
-two objects themselves: `with DDPStrategy() as strategy: loop = Loop(strategy)`.
+They keep one process group, and one strategy and `Loop` for every model that they wrap. A new script is shorter with
+these two objects themselves: `with DDPStrategy() as strategy: loop = Loop(strategy)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folder, step_folders
+from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folders
+from shoal.checkpoint import step_folder as checkpoint_path
 from shoal.config.schema_distributed import DDPConfig, FSDPConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
@@ -48,28 +49,27 @@ __all__ = [
 ]
 
 _options: dict[str, Any] = {}
-_strategy: DistributedStrategy | None = None  # one per process, like torch's default process group
+_strategies: list[DistributedStrategy] = []  # that of setup_distributed, then one for every model
 _loops: list[Loop] = []
 
 
 def setup_distributed(**options: Any) -> DistributedStrategy:
     """Joins the processes that torchrun started, or stays alone; takes the options of DDPStrategy, such as device."""
-    global _strategy, _options
-    if _strategy is not None:
+    global _options
+    if _strategies:
         raise UserError("setup_distributed was called before; call cleanup_distributed() first")
     strategy = DDPStrategy(**options)
     strategy.setup()
-    _strategy, _options = strategy, options
+    _strategies.append(strategy)
+    _options = options
     return strategy
 
 
 def cleanup_distributed() -> None:
     """Leaves the process group. Does nothing if setup_distributed was not called."""
-    global _strategy
-    if _strategy is not None:
-        _strategy.teardown()
-        _strategy = None
-        _loops.clear()
+    _loops.clear()
+    while _strategies:
+        _strategies.pop().teardown()
 
 
 def get_rank() -> int:
@@ -124,11 +124,6 @@ def load_checkpoint_distributed(path: str | Path, model: nn.Module, optimizer: O
     return _loop_with(model, optimizer).load(path)
 
 
-def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """Returns the folder in which `find_latest_checkpoint` and `auto_resume` look for the checkpoint of a step."""
-    return step_folder(output_dir, step)
-
-
 def auto_resume(output_dir: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Loads the last good checkpoint under `output_dir` and returns its `state`; {} if there is none."""
     return resume(output_dir, _loop_with(model, optimizer))
@@ -172,14 +167,14 @@ def _wrap(
     preset: Callable[..., DistributedStrategy], section: type[BaseModel], model: nn.Module, options: dict[str, Any]
 ) -> nn.Module:
     """Wraps the model by a strategy in the process group that exists, with the options of setup_distributed."""
-    global _strategy
-    if _strategy is None:
+    if not _strategies:
         raise UserError("call shoal.distributed.setup_distributed() first")
     only_ddp = DDPConfig.model_fields.keys() - section.model_fields.keys()
     kept = {name: value for name, value in _options.items() if name not in only_ddp}
-    _strategy = preset(**kept | options | {"world": _strategy.world})  # whose process group is ours to leave
-    _strategy.setup()
-    loop = Loop(_strategy)
+    strategy = preset(**kept | options | {"world": _strategies[0].world})  # whose process group is ours to leave
+    strategy.setup()
+    _strategies.append(strategy)
+    loop = Loop(strategy)
     (module,) = loop.wrap(model)
     _loops.append(loop)
     return module

@@ -65,7 +65,7 @@ def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ())
         finally:
             _drop_views([module])
 
-    vars(module)[_VIEWS] = {name: _hide if name in hidden else view for name in names}
+    vars(module)[_VIEWS] = {name: (lambda parameter: None) if name in hidden else view for name in names}
     vars(module)[_MADE] = {}
     module.__class__ = _class_with_views(type(module), names)  # type: ignore[arg-type]  # mypy on hashing a type
     add_layer(module, with_views)
@@ -80,10 +80,6 @@ def _make_views(modules: list[nn.Module]) -> None:
 def _drop_views(modules: list[nn.Module]) -> None:
     for module in modules:
         vars(module)[_MADE].clear()
-
-
-def _hide(parameter: Tensor) -> None:
-    return None
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -106,15 +107,15 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def call_without_hooks(module: nn.Module) -> Callable[[], None]:
-    """Makes `module(...)` call the forward alone, without hooks, until the returned function is called."""
+@contextmanager
+def call_without_hooks(module: nn.Module) -> Iterator[None]:
+    """Makes `module(...)` call the forward alone, without hooks."""
     before = module._compiled_call_impl
     module._compiled_call_impl = module.forward
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         module._compiled_call_impl = before
-
-    return undo
 
 
 def skip_greeting_itself(stage: PipelineStage) -> None:

@@ -41,7 +41,6 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
     rank, size = _read_number(environment, "RANK"), _read_number(environment, "WORLD_SIZE")
     if rank >= size:
         raise UserError(f"RANK={rank}: it must be below WORLD_SIZE={size}; ranks count from 0")
-    launcher_pid = _read_number(environment, "SHOAL_LAUNCHER") or None
     return replace(
         world,
         rank=rank,
@@ -51,8 +50,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> World:
         address=environment["MASTER_ADDR"],
         port=_read_number(environment, "MASTER_PORT"),
         launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        launcher_pid=launcher_pid,
-        found_by="shoal's launcher" if launcher_pid else "torchrun" if world.run_id else "environment variables",
+        launcher_pid=_read_number(environment, "SHOAL_LAUNCHER") or None,
     )
 
 
@@ -119,7 +117,6 @@ def _world_of_group(world: World, environment: Mapping[str, str]) -> World:
         local_size=local_size,
         address=address,
         group="imagined" if dist.get_backend() == "fake" else "made",
-        found_by="the default process group",
     )
 
 

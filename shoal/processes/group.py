@@ -65,8 +65,7 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | Non
 
 @cache
 def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def choose_backend(requested: str, device: torch.device, world: World) -> str:

@@ -158,10 +158,8 @@ class Watchdog:
         # This function's own frame refers to `threads`: a reference cycle that would keep the loop's tensors alive.
         del threads[threading.get_ident()]
         stack = _stack(threads.get(self._training_thread))
-        joined_threads = [
-            frame.f_locals["self"].ident for frame in stack if frame.f_code is threading.Thread.join.__code__
-        ]
-        stack = [*stack, *_stack(threads.get(joined_threads[0]) if joined_threads else None)]
+        joins = [frame for frame in stack if frame.f_code is threading.Thread.join.__code__]
+        stack += _stack(threads.get(joins[0].f_locals["self"].ident) if joins else None)
         return [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in stack]
 
     def _status(self) -> RankStatus:
@@ -283,9 +281,9 @@ def describe_hang(
     missing: Sequence[int], answers: Mapping[int, RankStatus], last_statuses: Mapping[int, RankStatus], limit: str
 ) -> str:
     """Returns the message of a hang: first each missing rank, then the others, grouped by what they do."""
-    nobody_missing = f"no progress within {limit}, and no rank is behind the others"
-    summary = f"{_format_ranks(missing)} did not arrive within {limit}" if missing else nobody_missing
-    lines = [f"the run hangs: {summary}"]
+    lines = [f"the run hangs: no progress within {limit}, and no rank is behind the others"]
+    if missing:
+        lines = [f"the run hangs: {_format_ranks(missing)} did not arrive within {limit}"]
     waiting: dict[tuple[str, ...], list[int]] = {}
     for rank in [rank for rank in answers if rank not in missing]:
         waiting.setdefault((answers[rank].activity, *answers[rank].frames), []).append(rank)

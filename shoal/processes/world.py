@@ -41,8 +41,6 @@ class World:
     `to make`: shoal will make it. `made`: somebody else has. `imagined`: a planner made it with torch's fake backend,
     and the other ranks do not exist.
     """
-    found_by: str = "this process alone"
-    """Where the values come from, for reports."""
 
     @property
     def node(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -21,17 +21,19 @@ from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
 from shoal.parallel.tensor.sequence_parallel import check_length
+from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
 from shoal.seeding import SampleRng
-from shoal.strategies.buffers import MovingBuffers
-from shoal.strategies.engines.plain import Reduction
+from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import apply_compile
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
@@ -55,6 +57,33 @@ class Engaged:
     chunked_head: ChunkedHead | None = None
     not_in_force: dict[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect, each with the reason."""
+
+
+class MovingBuffers:
+    """Lets buffers that a forward changes, such as BatchNorm's running means, start every step with rank 0's values.
+
+    DDP does so itself; this is for engines that do not. The first step shows which buffers they are.
+    """
+
+    def __init__(self, broadcast: Callable[[Tensor], None]) -> None:
+        self._broadcast = broadcast
+        self._moving: list[str] | None = None
+        self._before: dict[str, Tensor] = {}
+
+    def before_step(self, model: nn.Module) -> None:
+        if self._moving is None:
+            self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for name in self._moving or ():
+            self._broadcast(model.get_buffer(name))
+
+    def after_step(self, model: nn.Module) -> None:
+        """Compares values once. Autograd's count of writes would not do: BatchNorm writes without being counted."""
+        if self._moving is None:
+            after = dict(model.named_buffers())
+            self._moving = [
+                name for name, b in self._before.items() if name in after and not torch.equal(b, after[name])
+            ]
+            self._before = {}
 
 
 class DistributedStrategy(ABC):
@@ -86,6 +115,10 @@ class DistributedStrategy(ABC):
         """True for the first of the ranks that work on the same samples."""
         self.device = find_device(device, world.local_rank)
         check_precision(layout.precision, layout.tf32, self.device)
+        if layout.strategy in ("fsdp", "mesh", "deepspeed") and self.device.type not in ("cpu", "cuda"):
+            raise UserError(
+                f"distributed.strategy = {self.name} runs on cuda and cpu, not on {self.device.type}; use single"
+            )
         self._coordinates, self._seed = place, seed
         # Stages have other layers and context-parallel ranks other tokens, so they draw other random numbers; the first
         # of them draws what a single device draws.
@@ -94,7 +127,9 @@ class DistributedStrategy(ABC):
         self._backend, self._timeout_seconds = choose_backend(backend, self.device, world), timeout
         self._data_groups: Sequence[dist.ProcessGroup | None] = (None,) if self.data_size > 1 else ()
         """A sum over these, one after another, is the sum over all slices of a batch; None means all ranks."""
-        self._splits_sequences = layout.mesh["cp"] > 1 or layout.sequence_parallel
+        self._settings_before = ExitStack()
+        self._engine: PlainEngine | None = None
+        """What computes the model, once there is one."""
         self._executor: InTurn | Overlapped
         self._updates: dict[Optimizer, Update] = {}
         self._held: dict[str, Held] = {}
@@ -107,11 +142,21 @@ class DistributedStrategy(ABC):
         """Joins the other processes and applies the settings that hold for the whole process."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        restore = self._settings_before.callback
         if self.layout.tf32:
+            restore(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
         if self.layout.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then repeatable
+            if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+                restore(os.environ.pop, "CUBLAS_WORKSPACE_CONFIG", None)
+                os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is only then repeatable
+            restore(
+                torch.use_deterministic_algorithms,
+                torch.are_deterministic_algorithms_enabled(),
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
             torch.use_deterministic_algorithms(True)
+            restore(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = False
         if self.world.size > 1 or self.layout.strategy in ("fsdp", "mesh", "deepspeed"):
             join(self.world, self.device, self._backend, self._timeout_seconds)
@@ -125,12 +170,9 @@ class DistributedStrategy(ABC):
         return mesh
 
     def teardown(self) -> None:
-        """Leaves the other processes and takes the settings back."""
+        """Leaves the other processes and restores the settings that `setup` found."""
         leave(self.world)
-        if self.layout.deterministic:
-            torch.use_deterministic_algorithms(False)
-        if self.layout.tf32:
-            torch.set_float32_matmul_precision("highest")
+        self._settings_before.close()
 
     def __enter__(self) -> Self:
         self.setup()
@@ -143,19 +185,25 @@ class DistributedStrategy(ABC):
     # The verbs of the training loop
 
     @property
-    @abstractmethod
     def engine(self) -> nn.Module:
         """The module that computes a forward which a backward follows."""
+        assert self._engine is not None
+        return self._engine.module
 
-    @abstractmethod
     def prepare(
         self,
         model: nn.Module,
         build_optimizer: Builder,
         plan: ParallelPlan = NO_PLAN,
         weights: Weights = DRAWN,
+        memory: AbstractContextManager[Any] | None = None,
     ) -> tuple[nn.Module, Optimizer]:
-        """Cuts the model as the layout says, gives it its weights, and builds the optimizer of what this rank holds."""
+        """Cuts the model as the layout says, gives it its weights, and builds the optimizer of what this rank holds.
+
+        `memory` is entered where memory is first needed: a planner passes FakeTensorMode.
+        """
+        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum", memory)
+        return model, optimizer
 
     @abstractmethod
     def _place_model(
@@ -179,12 +227,11 @@ class DistributedStrategy(ABC):
         """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
         if self._moving_buffers:
             self._moving_buffers.before_step(model)
-        batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
-        if self._splits_sequences:
-            batches = self._split_sequences(batches, recipe)
+        batches = self._prepare_batches(micro_batches, recipe)
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = (self._loss_scale.scale if self._loss_scale else 1.0) / count.clamp(min=1)
-        losses = self._executor.forward_backward(batches, micro_batches, per_count, recipe, step)
+        scales = [per_count * micro.weight for micro in micro_batches]
+        losses = self._executor.forward_backward(batches, scales, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         if self._moving_buffers:
             self._moving_buffers.after_step(model)
@@ -200,9 +247,7 @@ class DistributedStrategy(ABC):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
         """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
-        batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
-        if self._splits_sequences:
-            batches = self._split_sequences(batches, recipe)
+        batches = self._prepare_batches(micro_batches, recipe)
         losses = self._executor.score(model, batches, recipe)
         count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
         return StepOutput(self.sum_over_data(self._sum(losses, micro_batches)), self.sum_over_data(count))
@@ -282,8 +327,12 @@ class DistributedStrategy(ABC):
         for group in self._data_groups:
             dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
 
-    def _split_sequences(self, batches: Sequence[Any], recipe: Objective) -> list[Any]:
-        """Returns this rank's part of every sequence; if there is one part, the whole with its positions."""
+    def _prepare_batches(self, micro_batches: Sequence[MicroBatch], recipe: Objective) -> list[Any]:
+        """Returns the micro-batches as the model sees them: of every sequence, the part that this rank computes."""
+        batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
+        if self.layout.mesh["cp"] == 1 and not self.layout.sequence_parallel:
+            return batches
+        # If there is one part, it is the whole sequence with its positions.
         parts = [recipe.split_sequence(batch, self._coordinates["cp"], self.layout.mesh["cp"]) for batch in batches]
         for batch in parts if self.layout.sequence_parallel else ():
             check_length(recipe.sequence_length(batch), self.layout.mesh["tp"])
@@ -295,6 +344,19 @@ class DistributedStrategy(ABC):
         first, *others = counted or [0 * values[0]]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
+
+    def _transform(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None = None) -> None:
+        """Makes the head compute the loss, blocks recompute their activations, and compiles them."""
+        layout, engaged = self.layout, self.engaged
+        # The head computes the loss in chunks, or where ranks share the vocabulary and so the loss.
+        shares_vocabulary = tensor is not None and plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
+        in_other_stage = layout.mesh["pp"] > 1 and plan.head is None
+        if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
+            shared = tensor if shares_vocabulary else None
+            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared)
+        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if layout.compile:
+            engaged.compiled_modules = apply_compile(model, plan)
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from shoal.config.deepspeed_keys import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.sharding.units import check_shardable
-from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_optimizer
+from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_elementwise
 from shoal.parallel.zero.nvme import SwapFolder, load_operator
 from shoal.parallel.zero.partition import (
     Connection,
@@ -29,20 +30,16 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
-from shoal.strategies.buffers import MovingBuffers
-from shoal.strategies.contract import DRAWN, Builder, DistributedStrategy, Engaged
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
-from shoal.strategies.update import Update
+from shoal.strategies.update import Update, check_optimizer
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast
-from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
 
 CPU = torch.device("cpu")
@@ -58,12 +55,11 @@ class ZeroEngine(PlainEngine):
         """`factor` turns a sum over ranks into a mean, for a Loop."""
         self.module, self._rank, self._factor = engine, rank, factor
         self.backward = self._backward
-        self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-        self._waiting: set[str] = set()
-        """The trained parameters without a gradient from the micro-batch under way."""
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained, self._waiting = frozenset(trained), set[str]()
+        """All trained parameters, and those without a gradient from the micro-batch under way."""
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._waiting.discard(name))
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         self.module.set_gradient_accumulation_boundary(last)  # type: ignore[operator]
@@ -82,6 +78,8 @@ class ZeroEngine(PlainEngine):
 
 class ZeroUpdate(Update):
     """Lets DeepSpeed step. It decides on the host: it waits for the norm, and skips an update that is not finite."""
+
+    steps_otherwise = True
 
     def __init__(
         self,
@@ -102,17 +100,13 @@ class ZeroUpdate(Update):
         self._stepping = True
         norm, skipped = self._partition.step(max_norm, scale / self._averaged_over)
         self._stepping = self._engine.has_gradients = False
-        device = self._engine.device
-        as_tensor = (torch.as_tensor(value, dtype=torch.float32, device=device) for value in (norm, skipped))
-        return StepInfo(*as_tensor)
+        as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=self._engine.device)
+        return StepInfo(as_tensor(norm), as_tensor(skipped))
 
     def zero_grad(self) -> None:
         """DeepSpeed clears gradients when it steps, and never else."""
         if self._engine.has_gradients:
             raise UserError("zero_grad(): DeepSpeed keeps the gradients of a backward until it steps; call step first")
-
-    def _steps_otherwise(self) -> bool:
-        return True
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._stepping:
@@ -127,14 +121,9 @@ class ZeroStrategy(DistributedStrategy):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        if self.device.type not in ("cpu", "cuda"):
-            raise UserError(
-                f"distributed.strategy = deepspeed runs on cuda and cpu, not on {self.device.type}; use single"
-            )
         self._zero, self._stage = self.layout.zero, self.layout.zero.stage
         self._deepspeed = load_deepspeed(self.device)
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
-        self._engine: ZeroEngine | None = None
         self._folders: dict[str, SwapFolder] = {}
         self._is_first_step = False
 
@@ -164,21 +153,6 @@ class ZeroStrategy(DistributedStrategy):
             folder.remove()
         self._folders = {}
 
-    @property
-    def engine(self) -> nn.Module:
-        assert self._engine is not None
-        return self._engine.module
-
-    def prepare(
-        self,
-        model: nn.Module,
-        build_optimizer: Builder,
-        plan: ParallelPlan = NO_PLAN,
-        weights: Weights = DRAWN,
-    ) -> tuple[nn.Module, Optimizer]:
-        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum")
-        return model, optimizer
-
     def _place_model(
         self,
         model: nn.Module,
@@ -191,21 +165,22 @@ class ZeroStrategy(DistributedStrategy):
         """The optimizer is built while parameters have their shapes; DeepSpeed then takes both."""
         if len(builders) > 1:
             raise UserError("several optimizers: DeepSpeed's engine takes one; use strategy fsdp or ddp")
+        if memory is not None:
+            raise UserError("memory: DeepSpeed needs real memory for its partitions; plan with strategy fsdp or ddp")
         layout = self.layout
         self._end_engine()
         self.engaged = engaged = Engaged(not_in_force=self._not_in_force())
         # Structure.
         check_shardable(model)
-        if layout.loss_chunks > 1:
-            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, compiled=layout.compile)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
-        if layout.compile:
-            engaged.compiled_modules = apply_compile(model, plan)
+        self._transform(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:
-                add_layer(model.get_submodule(name), self._keep_inputs_on_host)
+                # What a recomputed block saves for the backward are its inputs.
+                on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=self.device.type == "cuda")
+                add_layer(model.get_submodule(name), partial(_inside, on_host))
         if layout.precision != "fp32":
-            add_layer(model, self._autocast_inside)
+            # The engine turns autocast off around the model; inside of it, it is turned on again.
+            add_layer(model, partial(_inside, partial(autocast, layout.precision, self.device)))
         if self._stage == 3:
             cut_into_rows(model, self._rows_mesh())
         # Memory. A model that was built is whole on the CPU; under stage 3 its parameters go to the device one by one.
@@ -215,7 +190,8 @@ class ZeroStrategy(DistributedStrategy):
             if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
                 parameter.data = parameter.data.contiguous()
         optimizer = builders[0](model)
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
+        check_elementwise(optimizer)
         self._open_folders(model, optimizer)
         config = self._engine_config(model)
         if self._stage == 3:
@@ -223,15 +199,14 @@ class ZeroStrategy(DistributedStrategy):
         module, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
-        self._engine = ZeroEngine(layout, self.device, self.mesh, reduction)
-        self._engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
+        self._engine = engine = ZeroEngine(layout, self.device, self.mesh, reduction)
+        engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
         self._partition = Partition(module, {parameter: name for name, parameter in model.named_parameters()})
         surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
-        self._executor = InTurn(self._engine, surroundings)
+        self._executor = InTurn(engine, surroundings)
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
-        update = ZeroUpdate(optimizer, self._loss_scale, self._engine, self._partition, averaged_over)
-        self._updates = {optimizer: update}
+        self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
         self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
         self._held = self._find_held(model)
         engaged.description = self._describe()
@@ -307,16 +282,6 @@ class ZeroStrategy(DistributedStrategy):
             return {"device": "nvme", "nvme_path": str(self._folders[key].path)}
         return {"device": getattr(self._zero, key), "pin_memory": self.device.type == "cuda"}
 
-    def _autocast_inside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The engine turns autocast off around the model; inside of it, it is turned on again."""
-        with autocast(self.layout.precision, self.device):
-            return forward(*args, **kwargs)
-
-    def _keep_inputs_on_host(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a recomputed block saves for the backward are its inputs."""
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
-            return forward(*args, **kwargs)
-
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
@@ -359,11 +324,10 @@ class ZeroStrategy(DistributedStrategy):
         for group, members in partition.members.items():
             if group is not None:
                 check_counts(members, state)
-            with partition.to_change(group):
+            with partition.at_hand(group, write=True):
                 for name, parameter in members.items():
                     if name in partitioned & state.model.keys():
-                        elements = self._own_elements(name, parameter, state.model[name])
-                        partition.put_weights(name, parameter, elements)
+                        partition.put_weights(name, parameter, self._own_elements(name, parameter, state.model[name]))
                     if group is not None:
                         self._load_slots(name, parameter, state.optimizer.get(name, {}))
         partition.settle()
@@ -415,6 +379,14 @@ def _swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     sizes = [[p.numel() for p in module.parameters(recurse=False)] for module in model.modules()]
     largest = max((numel for numels in sizes for numel in numels), default=1)
     return {"buffer_count": max(map(len, sizes)) + 4, "buffer_size": ceil(largest / ranks), "max_in_cpu": 0}
+
+
+def _inside(
+    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A layer that enters a context around the forward."""
+    with context():
+        return forward(*args, **kwargs)
 
 
 def _whole(value: Any) -> Tensor:

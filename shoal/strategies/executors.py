@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
-from shoal.parallel.pipeline.pipeline import Pipeline
+from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
 from shoal.seeding import mix
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
-from shoal.types import MicroBatch, Objective
+from shoal.types import Objective
 
 
 class Surroundings:
@@ -33,11 +32,16 @@ class Surroundings:
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
     ) -> AbstractContextManager[None]:
-        """Seeds the generators and returns the context for one forward and its loss.
+        """Seeds the generators from the place in the run, and returns the context for one forward and its loss.
 
-        `scale` is what the loss will be multiplied by in the backward.
+        `place` is such as (step, micro-batch); `scale` is what the loss will be multiplied by in the backward.
         """
-        self.seed_generators(*place)
+        # Not by torch.manual_seed: that also remembers the seed for every kind of device that was never used, each with
+        # a traceback, which takes longer than many a step.
+        seed = mix(self._seed, *place, *self._rng_key)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)
@@ -47,17 +51,6 @@ class Surroundings:
         with autocast(self.precision, self.device), head.scoring(labels, scale):
             yield
 
-    def seed_generators(self, *place: int | str) -> None:
-        """Seeds the generators from the place in the run, such as (step, micro-batch).
-
-        Not by `torch.manual_seed`: that also remembers the seed for every kind of device that was never used, each with
-        a traceback, which takes longer than many a step.
-        """
-        seed = mix(self._seed, *place, *self._rng_key)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
-
 
 class InTurn:
     """Runs micro-batches one after another."""
@@ -66,28 +59,19 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self,
-        batches: Sequence[Any],
-        micro_batches: Sequence[MicroBatch],
-        per_count: Tensor,
-        recipe: Objective,
-        step: int,
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
     ) -> list[Tensor]:
-        """Runs forward and backward of each batch, whose loss is multiplied by `per_count` and its weight (0 or 1).
-
-        `batches` are the data of the micro-batches as the model sees them.
-        """
-        engine, enter, losses, last = self.engine, self.surroundings.enter, list[Tensor](), len(batches) - 1
+        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward."""
+        engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
-                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, None, step, 0))
-            for index, batch in enumerate(batches):
-                scale = per_count * micro_batches[index].weight
+                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, step, 0))
+            for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 with engine.accumulate(index == last):
-                    with enter(recipe, batch, scale, step, index):
+                    with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
                     if loss.ndim:
-                        raise not_scalar(loss)
+                        raise UserError(NOT_SCALAR.format([*loss.shape]))
                     if engine.backward is None:
                         loss.backward(scale)  # fewer operations than multiplying the loss
                     else:
@@ -101,10 +85,10 @@ class InTurn:
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         """Computes the losses without a backward."""
-        return [self._loss(model, b, recipe, None, "eval", index).float() for index, b in enumerate(batches)]
+        return [self._loss(model, b, recipe, "eval", index).float() for index, b in enumerate(batches)]
 
-    def _loss(self, model: nn.Module, batch: Any, recipe: Objective, scale: Tensor | None, *place: int | str) -> Tensor:
-        with self.surroundings.enter(recipe, batch, scale, *place):
+    def _loss(self, model: nn.Module, batch: Any, recipe: Objective, *place: int | str) -> Tensor:
+        with self.surroundings.enter(recipe, batch, None, *place):
             return recipe.loss(model(**recipe.inputs(batch)), batch)
 
 
@@ -115,29 +99,17 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self,
-        batches: Sequence[Any],
-        micro_batches: Sequence[MicroBatch],
-        per_count: Tensor,
-        recipe: Objective,
-        step: int,
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
     ) -> list[Tensor]:
-        # A short step at the end of the data is filled up with micro-batches of weight 0.
-        needed = micro_batches_needed(self.pipeline.schedule, self.pipeline.num_stages)
-        fillers = [batches[0]] * max(0, needed - len(batches))
-        filled = [*batches, *fillers]
-        scales = [per_count * weight for weight in (*(micro.weight for micro in micro_batches), *(0 for _ in fillers))]
-        losses = self._zeros(len(filled))
+        losses = self._zeros(len(batches))
 
         def score(output: Any, index: int) -> Tensor:
-            loss = recipe.loss(output, filled[index])
-            if loss.ndim:
-                raise not_scalar(loss)
+            loss = recipe.loss(output, batches[index])
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
-        self.pipeline.step([recipe.inputs(b) for b in filled], score, self._enter(recipe, filled, scales, step))
-        return self._from_last_stage(losses[: len(batches)])
+        self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
+        return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         inputs = [recipe.inputs(batch) for batch in batches]
@@ -158,7 +130,3 @@ class Overlapped:
         shared = torch.stack([*losses])
         dist.all_reduce(shared, group=self.pipeline.group)
         return list(shared.unbind())
-
-
-def not_scalar(loss: Tensor) -> UserError:
-    return UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")

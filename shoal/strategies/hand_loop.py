@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,10 +38,11 @@ from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.state import (
     check_jsonable,
-    check_same_optimizer,
+    check_same_optimizers,
     collect_state,
     optimizer_settings,
     restore_settings,
+    sharded_parameter,
 )
 from shoal.strategies.update import Update
 from shoal.torch_private import call_without_hooks, uncompiled
@@ -82,13 +84,14 @@ class Loop:
         """
         strategy, layout = self.strategy, self.strategy.layout
         self._check_wrap(model, builders, methods, exchange)
-        exchange = exchange or ("at_step" if len(builders) > 1 else "overlapped")
-        at_step = layout.engine == "ddp" and exchange == "at_step"
+        at_step = layout.engine == "ddp" and (exchange == "at_step" or (exchange is None and len(builders) > 1))
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
             self._share_weights(model)  # DDP does so itself
-        plan = plan or ParallelPlan.derive(model)
         self._model = model
-        self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
+        self._optimizers = strategy._place_model(
+            model, builders, plan or ParallelPlan.derive(model), weights, "none" if at_step else "mean"
+        )
+        self._check_separate(self._optimizers)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine
         if methods and isinstance(module, DistributedDataParallel):
@@ -104,15 +107,15 @@ class Loop:
     @property
     def model(self) -> nn.Module:
         """The plain model inside the module that `wrap` returned, with its own names."""
-        if self._model is None:
-            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
-        return self._model
+        model, _ = self._wrapped()
+        return model
 
     # A step
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of one micro-batch; gradients are exchanged in the last one."""
-        return self._engine.accumulate(last)
+        _, engine = self._wrapped()
+        return engine.accumulate(last)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Is entered around the forward and the loss: computes in the strategy's `mixed_precision`."""
@@ -120,9 +123,10 @@ class Loop:
 
     def backward(self, loss: Tensor) -> None:
         """Runs the backward of a mean over this rank's samples; gradients become the mean over ranks."""
+        _, engine = self._wrapped()
         scale = self.strategy._loss_scale
-        if self._engine.backward is not None:
-            self._engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
+        if engine.backward is not None:
+            engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
         else:
             (loss * scale.scale if scale else loss).backward()
 
@@ -130,31 +134,29 @@ class Loop:
         self, optimizer: Optimizer | None = None, *, max_norm: float | None = None, max_value: float | None = None
     ) -> None:
         """Makes the optimizer's next step clip its gradient, by its norm or each element by its size."""
-        limits = {"max_norm": max_norm, "max_value": max_value}
-        for one in [optimizer] if optimizer else self._optimizers:
+        limits = _limits(max_norm=max_norm, max_value=max_value)
+        for one in self._chosen(optimizer):
             self._update_of(one)
-            self._clips[one] = {key: limit for key, limit in limits.items() if limit is not None}
+            self._clips[one] = limits
 
     def step(self, optimizer: Optimizer | None = None, max_norm: float | None = None) -> StepInfo:
         """Unscales, clips, updates and clears the gradients of an optimizer, or of the only one.
 
         An update whose gradient is not finite is skipped. The norm before clipping is in what it returns.
         """
+        self._check_trained()
         if optimizer is None:
             if len(self._optimizers) != 1:
                 raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; pass the one that steps")
             (optimizer,) = self._optimizers
-        self._check_trained()
-        clip = self._clips.pop(optimizer, {})
-        if max_norm is not None:
-            clip["max_norm"] = max_norm
-        info = self._update_of(optimizer).step(**clip)
+        limits = _limits(max_norm=max_norm)
+        info = self._update_of(optimizer).step(**self._clips.pop(optimizer, {}) | limits)
         self._update_scale(optimizer, info)
         return info
 
     def zero_grad(self, optimizer: Optimizer | None = None) -> None:
         """Clears the gradients of an optimizer, or of all."""
-        for one in [optimizer] if optimizer else self._optimizers:
+        for one in self._chosen(optimizer):
             self._update_of(one).zero_grad()
 
     # Around it
@@ -167,16 +169,11 @@ class Loop:
         """Returns the sum, mean or maximum over data-parallel ranks, on every rank. All ranks call it."""
         if op not in ("sum", "mean", "max"):
             raise UserError(f"reduce(op={op!r}): use sum, mean or max")
-        if op != "max":
-            ranks = 1
-            for group in self.strategy._data_groups:
-                ranks *= dist.get_world_size(group)
-            total = self.strategy.sum_over_data(tensor)
-            return total / ranks if op == "mean" and ranks > 1 else total
-        highest = tensor.clone()
+        reduced, ranks = tensor.clone(), 1
         for group in self.strategy._data_groups:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        return highest
+            dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
+            ranks *= dist.get_world_size(group)
+        return reduced / ranks if op == "mean" and ranks > 1 else reduced
 
     def save(self, path: str | Path, **state: Any) -> None:
         """Writes the folder `path`, which appears whole or not at all; `state` is anything that JSON can hold.
@@ -192,10 +189,19 @@ class Loop:
         occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
         if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
             raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
-        settings = [optimizer_settings(optimizer) for optimizer in self._optimizers]
-        about: dict[str, Any] = {"layout": strategy.layout.as_dict(), **tied_and_buffers(self.model)}
-        about["optimizer"] = settings[0] if len(settings) == 1 else settings
-        write_checkpoint(path, self._state(alone=replicated), state, about, ALONE if replicated else ALL)
+        settings: Any = [optimizer_settings(optimizer) for optimizer in self._optimizers]
+        about = {
+            "layout": strategy.layout.as_dict(),
+            **tied_and_buffers(self.model),
+            "optimizer": settings[0] if len(settings) == 1 else settings,
+        }
+        self._check_has_optimizer("save")
+        # Rank 0 alone takes part in no collectives; its buffers count then.
+        collect = partial(collect_state, own=strategy._scale_state()) if replicated else strategy.state
+        states = [collect(self.model, optimizer) for optimizer in self._optimizers]
+        moments = {name: slots for one in states for name, slots in one.optimizer.items()}
+        collected = TrainState(states[0].model, moments, states[0].strategy)
+        write_checkpoint(path, collected, state, about, ALONE if replicated else ALL)
 
     def load(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
         """Puts back weights, optimizer state and learning rates, saved in any layout; returns the `state` of that save.
@@ -211,14 +217,12 @@ class Loop:
         held = strategy.held()
         try:
             checkpoint = open_checkpoint(path)
-            settings = checkpoint.manifest.get("optimizer")  # a run of `shoal train` has its config instead
+            unknown = [None] * len(self._optimizers)  # a run of `shoal train` has its config instead
+            settings = unknown if weights_only else checkpoint.manifest.get("optimizer") or unknown
             by_optimizer = settings if isinstance(settings, list) else [settings]
-            if settings is None:
-                by_optimizer = [None] * len(self._optimizers)
             shapes = {name: [*one.shape] for name, one in held.items()}
             check_same_model(checkpoint, shapes, "build the model it was saved from")
-            if not weights_only:
-                self._check_same_optimizers(by_optimizer, path)
+            check_same_optimizers(self._optimizers, by_optimizer, path)
             loaded = checkpoint.checked_state(held, with_base=True)
         except (DamagedCheckpoint, UserError) as error:
             problem = error
@@ -226,20 +230,42 @@ class Loop:
             raise problem or DamagedCheckpoint(f"{path}: another rank cannot read it")
         if weights_only:
             loaded = TrainState(loaded.model, {}, {})
-        self._load_state(loaded)
-        for optimizer, stored in zip(self._optimizers, by_optimizer if not weights_only else (), strict=False):
+        for optimizer, stored in zip(self._optimizers, by_optimizer, strict=True):
+            strategy.load_state(self.model, optimizer, loaded)
             restore_settings(optimizer, stored)
         return checkpoint.trainer
 
     # Inside
 
-    @property
-    def _engine(self) -> PlainEngine:
-        return self.strategy._executor.engine  # type: ignore[union-attr]  # a pipeline is refused by wrap
+    def _wrapped(self) -> tuple[nn.Module, PlainEngine]:
+        """Returns the plain model and what computes it; refuses verbs that come before `wrap`."""
+        if self._model is None or self.strategy._engine is None:
+            raise UserError("the loop has no model yet; call loop.wrap(model, build_optimizer) first")
+        return self._model, self.strategy._engine
+
+    def _chosen(self, optimizer: Optimizer | None) -> list[Optimizer]:
+        """Returns the given optimizer, or all that the loop has."""
+        self._wrapped()
+        return [optimizer] if optimizer else self._optimizers
+
+    def _check_separate(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuses a parameter that two optimizers have: each of them would step it."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        owners: dict[Tensor, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                whole = sharded_parameter(parameter)
+                owner = owners.setdefault(whole, optimizer)
+                if owner is not optimizer:
+                    raise UserError(
+                        f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}, have the parameter "
+                        f"{names.get(whole, 'of another model')}, and both would step it; give each parameter to one"
+                    )
 
     def _update_of(self, optimizer: Optimizer) -> Update:
         """Returns what steps this optimizer; one that was built by hand after `wrap` joins the loop here."""
         if optimizer not in self.strategy._updates:
+            self._check_separate([*self._optimizers, optimizer])
             self.strategy._updates[optimizer] = self.strategy._update_for(optimizer, self.model)
             self._optimizers.append(optimizer)
         return self.strategy._updates[optimizer]
@@ -291,10 +317,7 @@ class Loop:
 
     def _through_engine(self, engine: nn.Module, model: nn.Module, name: str) -> Callable[..., Any]:
         """Returns a function that calls a method of the model as the engine calls its forward, with the same hooks."""
-        method = getattr(model, name)
-        plain_forward = type(model).forward
-        is_deepspeed = self.strategy.layout.engine == "deepspeed"
-        shards = is_deepspeed or self.strategy.layout.engine == "fully_shard"
+        method, engine_name = getattr(model, name), self.strategy.layout.engine
 
         def call(*args: Any, **kwargs: Any) -> Any:
             forward, inside = vars(model).get("forward"), self._in_method
@@ -302,14 +325,15 @@ class Loop:
                 return method(*args, **kwargs)
 
             def once(*args: Any, **kwargs: Any) -> Any:
-                model.forward = forward or plain_forward.__get__(model)
+                model.forward = forward or type(model).forward.__get__(model)
                 # A nested `self(x)` must not run the hooks that free the parameters which the method still uses.
-                undo = call_without_hooks(model) if shards else lambda: None
-                try:
-                    with self.autocast() if is_deepspeed else nullcontext():  # which turns it off around the model
-                        return method(*args, **kwargs)
-                finally:
-                    undo()
+                shards = engine_name in ("deepspeed", "fully_shard")
+                # DeepSpeed turns autocast off around the model.
+                with (
+                    self.autocast() if engine_name == "deepspeed" else nullcontext(),
+                    call_without_hooks(model) if shards else nullcontext(),
+                ):
+                    return method(*args, **kwargs)
 
             model.forward, self._in_method = once, True
             try:
@@ -335,9 +359,8 @@ class Loop:
                 parameter.register_post_accumulate_grad_hook(check)
 
     def _check_trained(self) -> None:
-        if type(self._engine) is PlainEngine:
-            return
-        if [p.requires_grad for p in self.model.parameters()] != self._trained:
+        model, engine = self._wrapped()
+        if type(engine) is not PlainEngine and [p.requires_grad for p in model.parameters()] != self._trained:
             raise UserError(
                 f"requires_grad was changed after wrap, which {self.strategy.name} does not notice; freeze parameters "
                 "before wrap, or leave them out of the optimizer"
@@ -357,31 +380,17 @@ class Loop:
             self._skipped = None
             self._stepped.clear()
 
-    def _state(self, alone: bool) -> TrainState:
-        """Collects the state of all optimizers; if `alone`, without collectives: rank 0's buffers count then."""
-        self._check_has_optimizer("save")
-        if alone:
-            scale = self.strategy._scale_state()
-            states = [collect_state(self.model, optimizer, scale) for optimizer in self._optimizers]
-        else:
-            states = [self.strategy.state(self.model, optimizer) for optimizer in self._optimizers]
-        moments = {name: slots for state in states for name, slots in state.optimizer.items()}
-        return TrainState(states[0].model, moments, states[0].strategy)
-
     def _check_has_optimizer(self, verb: str) -> None:
+        self._wrapped()
         if not self._optimizers:
             raise UserError(
                 f"{verb}: the loop has no optimizer; give wrap a function that builds it, or call loop.add(optimizer)"
             )
 
-    def _load_state(self, state: TrainState) -> None:
-        for optimizer in self._optimizers:
-            self.strategy.load_state(self.model, optimizer, state)
 
-    def _check_same_optimizers(self, settings: Sequence[Any], path: Path) -> None:
-        if len(settings) != len(self._optimizers):
-            raise UserError(
-                f"{path} was saved with {len(settings)} optimizers, but the loop has {len(self._optimizers)}"
-            )
-        for optimizer, stored in zip(self._optimizers, settings, strict=True):
-            check_same_optimizer(optimizer, stored, path)
+def _limits(**limits: float | None) -> dict[str, float]:
+    """Returns the limits that are not None; refuses 0 and below, which would leave nothing of a gradient."""
+    for key, limit in limits.items():
+        if limit is not None and not limit > 0:
+            raise UserError(f"{key} = {limit}: a limit has to be above 0; leave it out, or give None, to not clip")
+    return {key: limit for key, limit in limits.items() if limit is not None}

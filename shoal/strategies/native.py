@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,8 +24,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.sharding.units import check_shardable, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
-from shoal.strategies.buffers import MovingBuffers
-from shoal.strategies.contract import DRAWN, Builder, DistributedStrategy, Engaged
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -32,41 +32,26 @@ from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
 from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
-from shoal.types import NO_PLAN, ParallelPlan, TrainState, Weights
+from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 
 ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
 
 
-@dataclass
-class Placed:
-    """A model in its place: replaced as a whole when another model is prepared."""
-
-    engine: PlainEngine
-    tensor: TensorParallel | None
-    exchange: HeadExchange | None
-    pipeline: Pipeline | None
-
-
 class NativeStrategy(DistributedStrategy):
     """Computes with torch's own parts: DDP or fully_shard, tensor, sequence, context and pipeline parallelism."""
 
-    _placed: Placed
+    _engine: PlainEngine
+    _exchange: HeadExchange | None = None
+    _pipeline: Pipeline | None = None
     _weights_mesh: DeviceMesh | None = None
     """The mesh that parameters are laid out on. Context-parallel ranks add up gradients as data-parallel ones do, so
     their side is folded into dp_shard."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        if self.layout.is_sharded_family and self.device.type not in ("cpu", "cuda"):
-            raise UserError(
-                f"distributed.strategy = {self.name} runs on cuda and cpu, not on {self.device.type}; use single"
-            )
         if self.layout.fsdp.cpu_offload and self.layout.is_sharded_family and self.device.type == "cpu":
             raise UserError(
                 "distributed.fsdp.cpu_offload = true needs a GPU to offload from, but the run is on the CPU; leave it "
@@ -83,22 +68,6 @@ class NativeStrategy(DistributedStrategy):
         assert self._weights_mesh is not None
         longer = [name for name in ("dp_shard", "dp_replicate") if self._weights_mesh[name].size() > 1]
         self._data_groups = [self._weights_mesh.get_group(name) for name in longer]
-
-    @property
-    def engine(self) -> nn.Module:
-        return self._placed.engine.module
-
-    def prepare(
-        self,
-        model: nn.Module,
-        build_optimizer: Builder,
-        plan: ParallelPlan = NO_PLAN,
-        weights: Weights = DRAWN,
-        memory: AbstractContextManager[Any] | None = None,
-    ) -> tuple[nn.Module, Optimizer]:
-        """`memory` is entered where memory is first needed: a planner passes FakeTensorMode."""
-        (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum", memory)
-        return model, optimizer
 
     def _place_model(
         self,
@@ -118,13 +87,10 @@ class NativeStrategy(DistributedStrategy):
         if sides["pp"] > 1:
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
-        exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
-        engaged.chunked_head = self._chunk_head(model, plan, tensor)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
-        if layout.compile:
-            engaged.compiled_modules = apply_compile(model, plan)
+        self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
+        self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
-        engine = kind(layout, self.device, self._weights_mesh, reduction)
+        self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if layout.is_sharded_family:
             fsdp = layout.fsdp
             units = choose_units(model, plan, fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes)
@@ -138,18 +104,17 @@ class NativeStrategy(DistributedStrategy):
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
             engine.wrap(model)
             surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
-            pipeline = (
-                Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry) if sides["pp"] > 1 else None
-            )
-            self._executor = Overlapped(pipeline, surroundings) if pipeline else InTurn(engine, surroundings)
+            self._executor = InTurn(engine, surroundings)
+            if sides["pp"] > 1:
+                self._pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry)
+                self._executor = Overlapped(self._pipeline, surroundings)
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
-            self._placed = Placed(engine, tensor, exchange, pipeline)
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
         keeps_buffers = layout.is_sharded_family and self.world.group != "imagined"  # where there are no values
         self._moving_buffers = MovingBuffers(self._broadcast) if keeps_buffers else None
         self._held = self._find_held(model)
-        engaged.description = self._describe()
+        engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
         return optimizers
 
@@ -173,63 +138,50 @@ class NativeStrategy(DistributedStrategy):
         tensor.apply(model, plan)
         return tensor
 
-    def _chunk_head(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None) -> ChunkedHead | None:
-        """Makes the head compute the loss: in chunks, or where ranks share the vocabulary and so the loss."""
-        if self.layout.mesh["pp"] > 1 and plan.head is None:
-            return None  # another stage has the head
-        shares_vocabulary = plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
-        tensor = tensor if shares_vocabulary else None
-        if tensor is None and self.layout.loss_chunks == 1:
-            return None
-        return ChunkedHead(model, plan, self.layout.loss_chunks, compiled=self.layout.compile, tensor=tensor)
-
     def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
-        engine, pipeline = self._placed.engine, self._placed.pipeline
+        engine = self._engine
         engine.reshard()  # after a forward without a backward the model has gathered parameters
         check_optimizer(optimizer, model)
         if not self.layout.is_sharded_family:
             average_over = self._data_groups if engine.reduction == "none" else ()
             return Update(optimizer, self._loss_scale, engine.keeps_gradients, average_over)
-        stages = pipeline.group if pipeline else None
-        return ShardedUpdate(optimizer, self._loss_scale, self._max_over_data, stages, engine.parameter_device)
-
-    def _max_over_data(self, number: int) -> int:
-        return self._max(number, self._data_groups)
+        stages = self._pipeline.group if self._pipeline else None
+        max_over_data = partial(self._max, groups=self._data_groups)
+        return ShardedUpdate(optimizer, self._loss_scale, max_over_data, stages, engine.parameter_device)
 
     def _find_held(self, model: nn.Module) -> dict[str, Held]:
         held = held_of(named_tensors(model))
-        pipeline = self._placed.pipeline
+        pipeline = self._pipeline
         if pipeline is None or self.world.group == "imagined":  # where there are no object collectives
             return held
         by_stage: list[dict[str, Held]] = [{} for _ in range(pipeline.size)]
         dist.all_gather_object(by_stage, held, group=pipeline.group)
-        others = {name: replace(one, region=None) for stage in by_stage for name, one in stage.items()}
-        return {**others, **held}
+        return {name: replace(one, region=None) for stage in by_stage for name, one in stage.items()} | held
 
-    def _describe(self) -> str:
-        layout, placed = self.layout, self._placed
+    def _describe(self, tensor: TensorParallel | None) -> str:
+        layout = self.layout
         if layout.strategy == "mesh":
             words = [f"mesh, {say_mesh(layout.mesh)}"]
-            if placed.pipeline is not None:
-                words.append(f"{placed.pipeline.num_stages} stages, {layout.schedule}")
-            if placed.tensor is not None:
+            if self._pipeline is not None:
+                words.append(f"{self._pipeline.num_stages} stages, {layout.schedule}")
+            if tensor is not None:
                 sequence = ", tokens between them too" if layout.sequence_parallel else ""
-                words.append(f"{len(placed.tensor.cut_parameters)} parameters cut by tp{sequence}")
+                words.append(f"{len(tensor.cut_parameters)} parameters cut by tp{sequence}")
             return "; ".join(words)
         if layout.strategy == "fsdp" and layout.engine == "plain":
             return f"fsdp {layout.fsdp.sharding_strategy}, one process and so nothing to shard"
-        return placed.engine.describe()
+        return self._engine.describe()
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
-        self._placed.engine.reshard()
+        self._engine.reshard()
         self.sync_buffers(model)
         return collect_state(model, optimizer, self._scale_state())
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
-        self._placed.engine.reshard()
+        self._engine.reshard()
         restore_state(model, optimizer, self._scale_state(), state)
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
@@ -239,10 +191,10 @@ class NativeStrategy(DistributedStrategy):
 
     @contextmanager
     def whole_model(self, model: nn.Module) -> Iterator[nn.Module | None]:
-        if self._placed.pipeline is not None:
+        if self._pipeline is not None:
             yield None
             return
-        exchange = self._placed.exchange
+        exchange = self._exchange
         if exchange is not None:
             exchange.paused = True  # all ranks have all tokens for once
         try:

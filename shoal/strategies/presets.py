@@ -51,8 +51,7 @@ def SingleStrategy(**options: Any) -> DistributedStrategy:
 
 def DDPStrategy(**options: Any) -> DistributedStrategy:
     """Replicas by torch's DistributedDataParallel, whose options are the keys of `distributed.ddp`."""
-    sections = {"ddp": _take(options, DDPConfig)}
-    return _from_options(DDPStrategy, "ddp", sections, options, DDPConfig)
+    return _from_options(DDPStrategy, "ddp", {"ddp": _take(options, DDPConfig)}, options, DDPConfig)
 
 
 def FSDPStrategy(*, mesh: Mapping[str, int] | None = None, **options: Any) -> DistributedStrategy:
@@ -97,14 +96,14 @@ def DeepSpeedStrategy(
     if config is not None:
         if section:
             raise UserError("DeepSpeedStrategy(config=...) says what the other options would; leave those out")
-        in_python = isinstance(config, Mapping)
-        content = dict(config) if isinstance(config, Mapping) else read_json(config)
-        place = "DeepSpeedStrategy(config=...)" if in_python else f"distributed.deepspeed.config_file {config}"
+        if isinstance(config, Mapping):
+            content, place = dict(config), "DeepSpeedStrategy(config=...)"
+        else:
+            content, place = read_json(config), f"distributed.deepspeed.config_file {config}"
         world = options.setdefault("world", detect())
         fitted = fit_json(content, None, world.size, place, options.get("mixed_precision", "fp32"))
         section, not_in_force = fitted.options, fitted.idle
-    sections = {"deepspeed": section}
-    return _from_options(DeepSpeedStrategy, "deepspeed", sections, options, DeepSpeedConfig, not_in_force)
+    return _from_options(DeepSpeedStrategy, "deepspeed", {"deepspeed": section}, options, DeepSpeedConfig, not_in_force)
 
 
 def _take(options: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:

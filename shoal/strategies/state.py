@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,17 @@ def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
     return {"kind": type(optimizer).__name__, "groups": groups}
 
 
-def check_same_optimizer(optimizer: Optimizer, settings: dict[str, Any] | None, path: Path) -> None:
-    """Refuses the state of another kind of optimizer; `settings` are those of the checkpoint, if it has any."""
-    kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
-    if settings and (settings["kind"], len(settings["groups"])) != (kind, groups):
-        raise UserError(
-            f"{path} was saved with {settings['kind']} in {len(settings['groups'])} parameter groups, but this is "
-            f"{kind} in {groups}; build the optimizer it was saved from"
-        )
+def check_same_optimizers(optimizers: Sequence[Optimizer], settings: Sequence[Any], path: Path) -> None:
+    """Refuses the state of other optimizers; `settings` are those of the checkpoint, None if it has none for one."""
+    if len(settings) != len(optimizers):
+        raise UserError(f"{path} was saved with {len(settings)} optimizers, but the loop has {len(optimizers)}")
+    for optimizer, stored in zip(optimizers, settings, strict=True):
+        kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
+        if stored and (stored["kind"], len(stored["groups"])) != (kind, groups):
+            raise UserError(
+                f"{path} was saved with {stored['kind']} in {len(stored['groups'])} parameter groups, but this is "
+                f"{kind} in {groups}; build the optimizer it was saved from"
+            )
 
 
 def restore_settings(optimizer: Optimizer, settings: dict[str, Any] | None) -> None:

@@ -13,22 +13,25 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from shoal.errors import UserError
-from shoal.parallel.sharding.shards import drop_gradients, hold_shards, split_over, take_gradients, total_norm
+from shoal.parallel.sharding.shards import (
+    ELEMENTWISE,
+    drop_gradients,
+    hold_shards,
+    is_elementwise,
+    split_over,
+    take_gradients,
+    total_norm,
+)
 from shoal.processes.group import cpu_group
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
 
-ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
-"""torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
-
 
 class Update:
     """Steps an optimizer whose parameters are plain tensors that this rank holds whole."""
+
+    steps_otherwise = False
+    """True if a plain `optimizer.step()` would always step other gradients than `step` does."""
 
     def __init__(
         self,
@@ -40,12 +43,8 @@ class Update:
         """`average_over` are the groups over which gradients are averaged here, if no engine does so earlier."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._average_over, self._stepping = average_over, False
-        if self._steps_otherwise():
+        if self.steps_otherwise or loss_scale or average_over:
             optimizer.register_step_pre_hook(self._before_step)
-
-    def _steps_otherwise(self) -> bool:
-        """Returns whether a plain `optimizer.step()` would step other gradients than `step` does."""
-        return bool(self.loss_scale or self._average_over)
 
     def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
@@ -84,30 +83,28 @@ class Update:
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients that the optimizer is about to use."""
-        if self._average_over:
-            self._average()
+        for parameter in self._used_on_any_rank() if self._average_over else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # other ranks used it
+            for group in self._average_over:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def _used_on_any_rank(self) -> list[nn.Parameter]:
         """Returns the parameters that have a gradient on any of the ranks to average over."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         for group in self._average_over:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=cpu_group(group))
         return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
 
-    def _average(self) -> None:
-        """Averages gradients over ranks. A parameter that only some ranks used counts as zero on the others."""
-        for parameter in self._used_on_any_rank():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            for group in self._average_over:
-                dist.all_reduce(parameter.grad, group=group)
-                parameter.grad /= dist.get_world_size(group)
-
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the whole gradient, equal on all ranks."""
         return get_total_norm(gradients)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
@@ -141,6 +138,8 @@ class ShardedUpdate(Update):
     `optimizer.step()` and `optimizer.zero_grad()` by hand work on the parts, too.
     """
 
+    steps_otherwise = True
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -150,17 +149,23 @@ class ShardedUpdate(Update):
         norm_device: torch.device | None = None,
     ):
         """`stages` are the ranks of a pipeline, which have other parameters and add up their norms."""
-        _check_elementwise(optimizer)
+        cut = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
+        if cut and not is_elementwise(optimizer):
+            raise UserError(
+                f"{type(optimizer).__name__} looks at whole tensors, but this layout cuts parameters and would update "
+                f"each part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, or "
+                "strategy ddp"
+            )
         hold_shards(optimizer)
         super().__init__(optimizer, loss_scale)
         self._max_over_data, self._stages, self._norm_device = max_over_data, stages, norm_device
         self._used: int | None = None
-        optimizer.zero_grad = self._zero_grad_by_hand  # type: ignore[method-assign]
+        optimizer.zero_grad = lambda set_to_none=True: self.zero_grad()  # type: ignore[method-assign]
 
     def gradients(self) -> list[Tensor]:
-        parameters = take_gradients(self.optimizer)
-        first = self._used is None
-        self._used = crc32(bytes(p.grad is None for p in self._parameters()))
+        parameters, first = self._parameters(), self._used is None
+        take_gradients(parameters)
+        self._used = crc32(bytes(p.grad is None for p in parameters))
         if first:
             self.check_used()
         return [p.grad for p in parameters if p.grad is not None]
@@ -178,8 +183,9 @@ class ShardedUpdate(Update):
             )
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        parts = ((p.grad, split_over(getattr(p, "shard_of", p))) for p in self._parameters() if p.grad is not None)
-        norm = total_norm(parts)
+        norm = total_norm(
+            (p.grad, split_over(getattr(p, "shard_of", p))) for p in self._parameters() if p.grad is not None
+        )
         if self._stages is None:
             return norm
         square = norm.to(self._norm_device).square()
@@ -189,15 +195,6 @@ class ShardedUpdate(Update):
     def zero_grad(self) -> None:
         drop_gradients(self._parameters())
 
-    def _zero_grad_by_hand(self, set_to_none: bool = True) -> None:
-        self.zero_grad()
-
-    def _steps_otherwise(self) -> bool:
-        return True
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer over parameters that are not the model's: it would train nothing."""
@@ -206,13 +203,4 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise UserError(
             f"the {type(optimizer).__name__} has parameters that are not the model's; build it from the model that the "
             "builder is given, whose parameters may be new ones"
-        )
-
-
-def _check_elementwise(optimizer: Optimizer) -> None:
-    cut = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
-    if cut and not is_elementwise(optimizer):
-        raise UserError(
-            f"{type(optimizer).__name__} looks at whole tensors, but this layout cuts parameters and would update each "
-            f"part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, or strategy ddp"
         )

@@ -182,12 +182,7 @@ def _score(
     chosen = labels.where(counted, 0)[:, None]
     normaliser = logits.logsumexp(-1, keepdim=True)
     loss = (normaliser - logits.gather(-1, chosen))[:, 0].where(counted, 0).sum()
-    if dtype is None:
-        return loss, None
-    weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
-    # A comparison instead of a scatter at the labels, which cannot be fused and is refused in deterministic mode.
-    right = torch.arange(logits.shape[-1], device=logits.device) == chosen
-    return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+    return loss, _gradient(logits, normaliser, chosen, counted, scale, dtype)
 
 
 def _score_part(
@@ -211,11 +206,24 @@ def _score_part(
     dist.all_reduce(sums, group=group)
     normaliser = highest + sums[0].log()
     loss = (normaliser - sums[1])[:, 0].where(counted, 0).sum()
+    return loss, _gradient(logits, normaliser, chosen, counted, scale, dtype)
+
+
+def _gradient(
+    logits: Tensor,
+    normaliser: Tensor,
+    chosen: Tensor,
+    counted: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor | None:
+    """Overwrites the logits with the gradient of the loss; returns None without a `dtype` for it."""
     if dtype is None:
-        return loss, None
+        return None
     weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
+    # A comparison instead of a scatter at the labels, which cannot be fused and is refused in deterministic mode.
     right = torch.arange(logits.shape[-1], device=logits.device) == chosen
-    return loss, logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+    return logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

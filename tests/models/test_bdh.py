@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models.bdh import BDH, BDHConfig
-from shoal.models.bdh.generation import State
+from shoal.models.bdh.model import State
 
 TINY = BDHConfig(n_layer=2, n_embd=8, dropout=0.0, n_head=2, mlp_internal_dim_multiplier=4, vocab_size=11)
 SHAPES = {

@@ -27,7 +27,7 @@ def test_without_variables_the_world_is_one_process() -> None:
 
 def test_torchruns_variables_give_a_rank() -> None:
     world = detect(RANKS)
-    assert world == World(1, 4, 1, 4, "127.0.0.1", 1, found_by="environment variables")
+    assert world == World(1, 4, 1, 4, "127.0.0.1", 1)
     assert (world.node, world.on_one_machine, world.was_restarted) == (0, True, False)
     world = detect(RANKS | {"RANK": "3", "LOCAL_WORLD_SIZE": "2"})
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (3, 4, 1, 2, 1)
@@ -36,11 +36,11 @@ def test_torchruns_variables_give_a_rank() -> None:
 
 def test_torchrun_and_shoals_launcher_give_attempt_and_job() -> None:
     world = detect(RANKS | ELASTIC)
-    assert (world.found_by, world.launcher_keeps_board, world.launcher_pid) == ("torchrun", True, None)
+    assert (world.launcher_keeps_board, world.launcher_pid) == (True, None)
     assert (world.attempt, world.attempt_name, world.was_restarted) == ((0, 0, 2), "none, start 2", True)
     assert world.job.startswith(f"torchrun {os.getppid()} on ")
     world = detect(RANKS | {"SHOAL_LAUNCHER": "11", "TORCHELASTIC_RUN_ID": "attempt 3", "SLURM_RESTART_COUNT": "1"})
-    assert (world.found_by, world.launcher_pid, world.attempt) == ("shoal's launcher", 11, (1, 3, 0))
+    assert (world.launcher_pid, world.attempt) == (11, (1, 3, 0))
     assert world.job.startswith("launcher 11 on ")
     assert detect({"SLURM_JOB_ID": "7"}).job == "SLURM job 7"
 

@@ -342,6 +342,16 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
         strategy.prepare(model, lambda m: torch.optim.Adafactor(m.parameters()), ParallelPlan())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_of_another_model_is_refused(stage: int) -> None:
+    other = nn.Linear(4, 4)
+    with (
+        DeepSpeedStrategy(device="cpu", stage=stage) as strategy,
+        pytest.raises(UserError, match=r"^the SGD has parameters that are not the model's; build it from the model"),
+    ):
+        Loop(strategy).wrap(nn.Linear(4, 4), lambda _: torch.optim.SGD(other.parameters(), lr=0.1))
+
+
 def by_hand(folder: str | None) -> list[float]:
     """A loop of the user's own, which saves and loads in between."""
     with DeepSpeedStrategy(device="cpu", stage=3) as strategy:

@@ -183,7 +183,7 @@ def look(options: dict[str, Any]) -> dict[str, Any]:
             "held": held,
             "buffer": model.running.dtype,
             "output": output.dtype,
-            "units": strategy._placed.engine.units,
+            "units": strategy._engine.units,
         }
 
 

@@ -408,6 +408,50 @@ def test_a_strategy_takes_one_loop():
         Loop(strategy).wrap(build(), sgd)
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda loop: loop.backward(torch.ones((), requires_grad=True)),
+        lambda loop: loop.accumulate(last=True),
+        lambda loop: loop.clip(max_norm=1.0),
+        lambda loop: loop.step(),
+        lambda loop: loop.zero_grad(),
+        lambda loop: loop.add(sgd(build())),
+        lambda loop: loop.save("nowhere"),
+        lambda loop: loop.load("nowhere"),
+        lambda loop: loop.model,
+    ],
+)
+def test_verbs_before_wrap_are_refused(tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^the loop has no model yet; call loop.wrap\(model, build_optimizer\) first$"):
+        verb(Loop(SingleStrategy(device="cpu")))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, -1.0, float("nan")])
+def test_limits_that_would_leave_nothing_are_refused(limit):
+    loop = one_process(build(), sgd)
+    for key, verb in (("max_norm", loop.step), ("max_norm", loop.clip), ("max_value", loop.clip)):
+        with pytest.raises(UserError, match=f"^{key} = {limit}: a limit has to be above 0; leave it out"):
+            verb(**{key: limit})
+    take_steps(loop, loop.model, range(1), max_norm=None)
+
+
+def test_two_optimizers_that_share_a_parameter_are_refused():
+    def of_the_head(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.head.parameters())
+
+    message = "^two optimizers, SGD and Adam, have the parameter head.weight, and both would step it"
+    with pytest.raises(UserError, match=message):
+        one_process(build(), sgd, of_the_head)
+    loop = one_process(build(), sgd)
+    with pytest.raises(UserError, match=message):
+        loop.add(of_the_head(loop.model))
+    loop = one_process(build(), of_the_head)
+    loop.add(torch.optim.SGD(loop.model.body.parameters()))
+
+
 def test_a_checkpoint_of_one_optimizer_does_not_open_with_two(saved):
     _, path = saved
     halves = [lambda m: torch.optim.AdamW(m.body.parameters()), lambda m: torch.optim.AdamW(m.head.parameters())]

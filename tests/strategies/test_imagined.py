@@ -47,7 +47,7 @@ def test_rank_0_of_512_takes_two_steps_without_memory(tmp_path: Path, imagined: 
     with parameters_on_meta():
         model = recipe.build_model()
     whole_bytes = sum(p.nbytes for p in model.parameters())
-    model, optimizer = strategy.prepare(  # type: ignore[call-arg]
+    model, optimizer = strategy.prepare(
         model,
         lambda m: build_optimizer(run.config.training, recipe.param_groups(m)),
         recipe.parallel_plan(model),

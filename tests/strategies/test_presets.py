@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,3 +125,37 @@ def test_the_contract_stays_small(kind: str) -> None:
 def test_no_tower_of_classes() -> None:
     for kind in (NativeStrategy, ZeroStrategy):
         assert kind.__mro__ == (kind, DistributedStrategy, ABC, object)
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings of the process that a strategy may change."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_leaving_a_strategy_restores_the_settings_that_it_found(
+    monkeypatch: pytest.MonkeyPatch, workspace: str | None
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if workspace:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = settings()
+        strategy = SingleStrategy(device="cpu", deterministic=True)
+        strategy.layout = replace(strategy.layout, tf32=True)  # which needs a GPU, but can be set without
+        for _ in range(2):
+            with strategy:
+                assert settings() == ("high", True, False, False, workspace or ":4096:8")
+            assert settings() == before == ("medium", True, True, True, workspace)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)

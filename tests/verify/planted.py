@@ -20,7 +20,7 @@ from shoal.strategies.contract import Engaged
 from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import InTurn, Surroundings
-from shoal.strategies.native import NativeStrategy, Placed
+from shoal.strategies.native import NativeStrategy
 from shoal.tensors import local_part, replace_parameters
 from shoal.types import StepInfo
 from shoal.verify import trace as trace_module
@@ -104,7 +104,7 @@ class GatherEverything(NativeStrategy):
 
         engine = PlainEngine(self.layout, self.device, self.mesh, "sum")
         engine.wrap(Gathering())
-        self._placed = Placed(engine, None, None, None)
+        self._engine = engine
         self._executor = InTurn(engine, Surroundings(self.device, "fp32", 0, (0,), None))
         self.engaged = Engaged(parameter_bytes=sum(local_part(p).nbytes for p in model.parameters()))
         return [build(model) for build in builders]

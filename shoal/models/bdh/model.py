@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.bdh.generation import Memory, State, sample
-
 INIT_STD = 0.02
 ROPE_THETA = 2**16
 
@@ -112,6 +110,38 @@ def rotate(v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
+class Memory:
+    """What one level stores about earlier tokens: the sum over them of rope(s)ᵀ x, (heads, batch, neurons, embd).
+
+    Because there is no softmax, attention to earlier tokens is a product with this sum, so the cost of a token does not
+    depend on how many came before. The sum is stored in at least float32: in bf16, adding small terms to a large sum
+    would have no effect.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def recall(self, keys: Tensor) -> Tensor | float:
+        """Returns what the tokens before this chunk contribute to it: (heads, batch, time, embd)."""
+        return 0.0 if self.total is None else keys @ self.total.to(keys.dtype)
+
+    def store(self, keys: Tensor, values: Tensor) -> None:
+        """Adds the tokens of this chunk."""
+        added = keys.mT @ values
+        if self.total is None:
+            self.total = added.to(torch.promote_types(added.dtype, torch.float32))
+        else:
+            self.total += added
+
+
+class State:
+    """The state of a sequence: how many tokens the model has read, and the memory of each level."""
+
+    def __init__(self, num_levels: int) -> None:
+        self.position = 0
+        self.memories = [Memory() for _ in range(num_levels)]
+
+
 class Heads(nn.Module):
     """Computes the part of a level that is a sum over heads. If it gets only some heads of each weight, it returns the
     sum over these heads; tensor parallelism uses this."""
@@ -164,6 +194,16 @@ class Readout(nn.Module):
         return x @ lm_head
 
 
+def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """Draws one token per sequence: (batch, vocab) → (batch, 1). Temperature 0 takes the most likely token."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    vocab = logits.shape[-1]
+    values, tokens = logits.float().topk(min(top_k or vocab, vocab))  # exactly k, even if logits are equal
+    drawn = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    return tokens.gather(-1, drawn)
+
+
 class BDH(nn.Module):
     """A language model: embedding, levels that share their weights, and a linear head."""
 
@@ -201,8 +241,7 @@ class BDH(nn.Module):
         if state:
             state.position += length
         logits = self.head(x, self.lm_head)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(

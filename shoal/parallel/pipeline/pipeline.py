@@ -37,6 +37,7 @@ from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
 Inputs = Sequence[dict[str, Any]]
 Score = Callable[[Any, int], Tensor]
 Around = Callable[[int], AbstractContextManager[Any]]
+NOT_SCALAR = "the recipe's loss has shape {}; it should be one number, a sum"
 _KEPT_SCHEDULES = 4  # each has buffers for all micro-batches of a step
 
 
@@ -77,7 +78,6 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         entry: str | None,
-        virtual: int = 2,
     ):
         """`modules` are this rank's stages (see `stages_of`); `entry` is the input that hidden states replace."""
         if entry is None:
@@ -87,10 +87,10 @@ class Pipeline:
             )
         self.schedule, self.group, self.device, self.entry = schedule, group, device, entry
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.num_stages = count_stages(self.size, schedule, virtual)
-        self._rank_of = {s: r for r in range(self.size) for s in stages_of(r, self.size, schedule, virtual)}
+        self.num_stages = count_stages(self.size, schedule)
+        self._rank_of = {s: r for r in range(self.size) for s in stages_of(r, self.size, schedule)}
         self.stages: list[_Stage] = []
-        for module, index in zip(modules, stages_of(self.rank, self.size, schedule, virtual), strict=True):
+        for module, index in zip(modules, stages_of(self.rank, self.size, schedule), strict=True):
             stage = _Stage(module, index, index == self.num_stages - 1)
             add_layer(module, partial(self._compute, stage))
             self.stages.append(stage)
@@ -107,12 +107,7 @@ class Pipeline:
         # A group's communicator is created by its first call, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    @property
-    def has_last(self) -> bool:
-        """True if this rank computes the losses."""
-        return any(stage.is_last for stage in self.stages)
-
-    def step(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
+    def step(self, inputs: Inputs, score: Score, around: Around = nullcontext) -> list[Tensor]:
         """Computes the gradients of the sum of all scores; fully_shard sums them over data-parallel ranks.
 
         `inputs` are the model's keywords for each micro-batch. `score(output, index)` returns the number whose backward
@@ -121,24 +116,22 @@ class Pipeline:
 
         Under fully_shard, call it once per step: gradients of an earlier call may be lost.
         """
-        needed = micro_batches_needed(self.schedule, self.num_stages)
-        if len(inputs) < needed:
-            raise UserError(
-                f"the {self.schedule} schedule needs a micro-batch for each of its {needed} stages, but a step has "
-                f"{len(inputs)} per data rank; use a larger training.global_batch_size or a smaller batch_size"
-            )
         shape = self._one_shape(inputs)
         if shape not in self._trained:
             self._explore(inputs[0], around)
             self._trained.add(shape)
         self._most_rows = max(self._most_rows, *(self._rows(one) for one in inputs))
-        num = self._fitting(len(inputs))
+        # A short step at the end of the data is filled up, as are the rounds of equal length that torch interleaves.
+        num = max(len(inputs), micro_batches_needed(self.schedule, self.num_stages))
+        while self.schedule == "interleaved" and num % max(1, num // self.size):
+            num += 1
         schedule = self._find_schedule(num, shape)
         losses: list[Tensor] = []
-        self._begin(_Work(inputs, score, around or _nothing, self._most_rows))
-        target = torch.empty(num) if self.has_last else None  # torch wants one to split into micro-batches
+        self._begin(_Work(inputs, score, around, self._most_rows))
+        first = [self._nothing.repeat(num)] if self.stages[0].index == 0 else []
+        has_last = any(stage.is_last for stage in self.stages)
+        target = torch.empty(num) if has_last else None  # torch wants one to split into micro-batches
         try:
-            first = [self._nothing.repeat(num)] if self.stages[0].index == 0 else []
             schedule.step(*first, target=target, losses=losses, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, UserError):  # torch wraps what a stage raises
@@ -149,13 +142,13 @@ class Pipeline:
         return [loss.detach() for loss in losses[: len(inputs)]]
 
     @torch.no_grad()
-    def evaluate(self, inputs: Inputs, score: Score, around: Around | None = None) -> list[Tensor]:
+    def evaluate(self, inputs: Inputs, score: Score, around: Around = nullcontext) -> list[Tensor]:
         """Returns the scores without gradients, for any number of micro-batches of any shapes.
 
         In each tick every stage computes one micro-batch, then all ranks send at once. Torch's schedules have an
         `eval`, too, but not for V shapes, nor for fewer micro-batches than stages.
         """
-        self._begin(_Work(inputs, score, around or _nothing))
+        self._begin(_Work(inputs, score, around))
         # Before the first micro-batch of a new shape, a note says what will be sent. All ranks know which one that is.
         shapes = [self._shape(one) for one in inputs]
         first_of_shape = {shapes.index(shape) for shape in shapes if shape not in self._known}
@@ -187,16 +180,15 @@ class Pipeline:
         expects_note = [s for s in remote if tick - s.index in first_of_shape]
         notes = {s.index: torch.empty(NOTE_LENGTH, dtype=torch.long, device=self.device) for s in expects_note}
         self._transfer({i: describe(t) for i, t in outward.items() if tick - i in first_of_shape}, notes)
+        buffers = {}
         for stage in coming:
             one = inputs[tick - stage.index]
             if stage.index in notes:
                 stage.received[self._shape(one)] = read_note(notes[stage.index])
             elif stage.index in leaving:
                 stage.received[self._shape(one)] = shape_of(leaving[stage.index])
-        buffers = {}
-        for stage in remote:
-            one = inputs[tick - stage.index]
-            buffers[stage.index] = self._buffer(stage.received[self._shape(one)], self._rows(one))
+            if stage in remote:
+                buffers[stage.index] = self._buffer(stage.received[self._shape(one)], self._rows(one))
         self._transfer(outward, buffers)
         return {s.index: buffers[s.index] if s in remote else leaving[s.index] for s in coming}
 
@@ -226,7 +218,7 @@ class Pipeline:
             if stage.is_last:
                 loss = work.score(output, index)
                 if loss.ndim:
-                    raise UserError(f"the recipe's loss has shape {[*loss.shape]}; it should be one number, a sum")
+                    raise UserError(NOT_SCALAR.format([*loss.shape]))
                 return loss.to(torch.float32, copy=True)  # torch detaches it in place
         hidden = hidden_state_of(output)
         if not hidden.ndim or hidden.shape[0] != rows:
@@ -240,7 +232,7 @@ class Pipeline:
         return Leave.apply(hidden, work.rows or rows)
 
     def _compute_nothing(self, stage: _Stage, arrived: Tensor) -> Tensor:
-        """Stands in for micro-batches that the schedule needs beyond the step's own: no work, gradients of 0."""
+        """Stands in for micro-batches that the schedule needs beyond those of the step: no work, gradients of 0."""
         assert self._work is not None
         assert self._work.rows
         if stage.is_last:
@@ -255,7 +247,7 @@ class Pipeline:
             if len(self.stages) > 1:
                 follow_mode(stage.module)
 
-    def _explore(self, inputs: dict[str, Any], around: Around | None) -> None:
+    def _explore(self, inputs: dict[str, Any], around: Around) -> None:
         """Evaluates one micro-batch to learn the types and shapes that will be sent.
 
         Torch would do so itself, in one version with the loss and a backward, in another without.
@@ -287,10 +279,9 @@ class Pipeline:
 
         stages = []
         for stage in self.stages:
-            arriving = self._nothing.to("meta")
+            arriving, leaving = self._nothing.to("meta"), torch.empty((), device="meta")
             if stage.index:
                 arriving = self._buffer(stage.received[shape], self._most_rows, "meta").requires_grad_()
-            leaving = torch.empty((), device="meta")
             if not stage.is_last:
                 leaving = self._buffer(stage.sent[shape], self._most_rows, "meta")
             stages.append(
@@ -311,18 +302,11 @@ class Pipeline:
             "interleaved": pipelining.ScheduleInterleaved1F1B,
             "zbv": pipelining.ScheduleZBVZeroBubble,
         }
-        single = self.schedule in ("gpipe", "1f1b")
-        held: Any = stages[0] if single else stages
+        held: Any = stages[0] if self.schedule in ("gpipe", "1f1b") else stages
         schedule = kinds[self.schedule](held, num, loss_fn=lambda loss, target: loss, scale_grads=False)
         if dist.get_backend(self.group) == "fake":
             agree_on_static_shapes(schedule, stages)
         return schedule
-
-    def _fitting(self, num: int) -> int:
-        """Returns the number of micro-batches to run for `num`: torch interleaves in rounds of equal length."""
-        while self.schedule == "interleaved" and num % max(1, num // self.size):
-            num += 1
-        return num
 
     def _buffer(self, shape: Shape, rows: int, device: torch.device | str | None = None) -> Tensor:
         return torch.empty((rows, *shape[0]), dtype=shape[1], device=device or self.device)
@@ -354,7 +338,3 @@ def _ragged(shape: Sequence[int], other: Sequence[int]) -> UserError:
         f"ragged data: samples of a pipeline have the shapes {[*shape]} and {[*other]}, but one schedule takes one "
         "shape; pad or pack them to one length"
     )
-
-
-def _nothing(index: int) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -12,22 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from shoal.config.mesh import STAGES_PER_RANK
 from shoal.errors import UserError
 from shoal.types import ParallelPlan
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 
-
-def count_stages(pp: int, schedule: str, virtual: int = 2) -> int:
+def count_stages(pp: int, schedule: str) -> int:
     """Returns the number of stages on all `pp` ranks."""
-    return sum(len(stages_of(rank, pp, schedule, virtual)) for rank in range(pp))
+    return pp * STAGES_PER_RANK[schedule]
 
 
-def stages_of(rank: int, pp: int, schedule: str, virtual: int = 2) -> tuple[int, ...]:
+def stages_of(rank: int, pp: int, schedule: str) -> tuple[int, ...]:
     """Returns the stages that a rank holds. With `zbv` they form a V: the last stage is on the first rank again."""
-    if schedule == "interleaved":
-        return tuple(range(rank, pp * virtual, pp))
-    return (rank, 2 * pp - 1 - rank) if schedule == "zbv" else (rank,)
+    return (rank, 2 * pp - 1 - rank) if schedule == "zbv" else tuple(range(rank, count_stages(pp, schedule), pp))
 
 
 def cut(model: nn.Module, plan: ParallelPlan, num_stages: int) -> list[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from shoal.tensors import local_part
+from shoal.tensors import local_part, map_tensors
 from shoal.torch_private import StridedShard
+
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
+"""torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
 
 
 def hold_shards(optimizer: Optimizer) -> None:
@@ -28,33 +37,26 @@ def hold_shards(optimizer: Optimizer) -> None:
                 part.shard_of = parameter  # type: ignore[attr-defined]
                 group["params"][index] = part
                 if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[part] = {
-                        key: local_part(value) if isinstance(value, Tensor) else value for key, value in state.items()
-                    }
+                    optimizer.state[part] = map_tensors(local_part, optimizer.state.pop(parameter))
 
 
 @torch.no_grad()
-def take_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Gives local parts the gradients of their DTensors, and returns the parameters that have one."""
-    parameters = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            whole: DTensor | None = getattr(parameter, "shard_of", None)
-            if whole is not None:
-                parameter.grad = None if whole.grad is None else _gradient_part(whole)
-            if parameter.grad is not None:
-                parameters.append(parameter)
-    return parameters
+def take_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives local parts the gradients of their DTensors."""
+    for parameter in parameters:
+        whole: DTensor | None = getattr(parameter, "shard_of", None)
+        if whole is not None:
+            gradient: Any = whole.grad
+            if gradient is not None and gradient.placements != whole.placements:
+                gradient = gradient.redistribute(placements=whole.placements)
+            parameter.grad = None if gradient is None else gradient.to_local()
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Frees the gradients of parameters, and of the DTensors that they are local parts of."""
     for parameter in parameters:
         parameter.grad = None
-        whole: DTensor | None = getattr(parameter, "shard_of", None)
-        if whole is not None:
-            whole.grad = None
+        getattr(parameter, "shard_of", parameter).grad = None
 
 
 @torch.no_grad()
@@ -79,11 +81,3 @@ def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = tensor.device_mesh
     cut = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard | StridedShard)]
     return tuple(mesh.get_group(side) for side in cut if mesh.size(side) > 1)
-
-
-def _gradient_part(whole: DTensor) -> Tensor:
-    gradient = whole.grad
-    assert isinstance(gradient, DTensor)
-    if gradient.placements != whole.placements:
-        gradient = gradient.redistribute(placements=whole.placements)
-    return gradient.to_local()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from torch import nn
@@ -84,16 +84,10 @@ def _of_size(model: nn.Module, least: int) -> list[str]:
             f"distributed.fsdp.auto_wrap_policy = size_based, but no module inside the model has {least:,} parameters "
             f"(it has {total:,} in all); lower distributed.fsdp.min_num_params"
         )
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=order.__getitem__)
+    return [name for name, _ in model.named_modules() if name in found]
 
 
 def _can_stand_alone(model: nn.Module, name: str) -> bool:
     own = {id(p) for p in model.get_submodule(name).parameters()}
-    return bool(own) and not own & set(_outside(model, name))
-
-
-def _outside(model: nn.Module, name: str) -> Iterator[int]:
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        if not key.startswith(f"{name}."):
-            yield id(parameter)
+    everywhere = model.named_parameters(remove_duplicate=False)
+    return bool(own) and own.isdisjoint(id(p) for key, p in everywhere if not key.startswith(f"{name}."))

@@ -4,8 +4,8 @@ Parameters are DTensors, so that whatever stores, counts or shards them knows wh
 plain: a cut module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the boundaries
 that the plan names. DTensor could find the exchanges by itself, but would often gather where that is not needed.
 
-With sequence parallelism the activations between these boundaries are split by tokens: an all-reduce becomes a
-reduce-scatter, and the next boundary gathers.
+With sequence parallelism the activations between these boundaries are split by tokens: the vocabulary-parallel
+embedding splits them at first, an all-reduce becomes a reduce-scatter, and the next boundary gathers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TensorParallel:
             self._enter_region_layer,
             self._leave_layer,
         )
-        self._used_in_part, self._used_by_some_tokens = self._view_used_in_part, self._view_used_by_some_tokens
+        self._used_in_part = self._view_used_in_part
         self.scattered = sequence
         """True while each rank has some of the tokens between boundaries. A sequence that does not divide, such as the
         one token that generation adds, is kept whole on all ranks."""
@@ -53,11 +53,11 @@ class TensorParallel:
         modules = dict(model.named_modules())
         if self.sequence:
             check_plan(styles, modules)
-        parts = self._cut(model, styles)
+        self._cut(model, styles)
         for name, style in styles.items():
             if isinstance(style, str) and name in modules:
                 self._apply_style(name, modules[name], style, styles)
-        self.cut_parameters = [name for name, p in model.named_parameters() if id(p) in parts]
+        self.cut_parameters = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Returns an activation that all ranks use, each for its part of the work."""
@@ -71,11 +71,11 @@ class TensorParallel:
             return scatter_tokens(tensor, self.group)
         return sum_over(tensor, self.group)
 
-    def _cut(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> set[int]:
-        """Replaces the parameters that are cut by DTensors, and returns the ids of these."""
+    def _cut(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> None:
+        """Replaces the parameters that are cut by DTensors."""
         whole = dict(model.named_parameters(remove_duplicate=False))
         parts: dict[int, nn.Parameter] = {}
-        dimensions = self._dimensions(model, styles)
+        dimensions = _dimensions(model, whole, styles)
         for name, dimension in dimensions.items():
             parameter = whole[name]
             owner, _, key = name.rpartition(".")
@@ -86,28 +86,6 @@ class TensorParallel:
             model.get_submodule(owner)._parameters[key] = parts[id(parameter)]
         if tied := next((name for name in whole if name not in dimensions and id(whole[name]) in parts), None):
             raise UserError(f"parameter {tied} is also one that the plan cuts, under another name; let it cut both")
-        return set(map(id, parts.values()))
-
-    def _dimensions(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, int]:
-        """Returns the dimension that each cut parameter is cut along, by its name."""
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        dimensions: dict[str, int] = {}
-        for name, style in styles.items():
-            if isinstance(style, int):
-                dimensions[name] = style
-            elif name in parameters:
-                dimensions[name] = parameters[name].ndim - 1  # a head (embd, vocab)
-            elif style in ("column", "row", "vocabulary"):
-                module = model.get_submodule(name)
-                kinds = nn.Linear if style != "vocabulary" else nn.Linear | nn.Embedding
-                if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
-                    continue  # a head that gets its weight as an argument
-                if not isinstance(module, kinds):
-                    raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
-                dimensions[f"{name}.weight"] = 1 if style == "row" else 0
-                if style != "row" and getattr(module, "bias", None) is not None:
-                    dimensions[f"{name}.bias"] = 0
-        return dimensions
 
     def _check_cut(self, model: nn.Module, name: str, parameter: Tensor, dimension: int, even: bool) -> None:
         length = parameter.shape[dimension]
@@ -132,7 +110,8 @@ class TensorParallel:
         match style:
             case "column":
                 view_parameters(module, local)
-                if _region_of(name, styles) is None:
+                regions = [outer for outer, kind in styles.items() if kind in ("region", "sum")]
+                if not any(outer == "" or name.startswith(f"{outer}.") for outer in regions):
                     add_layer(module, self._entering)
             case "row":
                 view_parameters(module, local, hidden=("bias",))
@@ -151,7 +130,7 @@ class TensorParallel:
                     if key not in styles or key == name:  # every rank computes a part of their gradients
                         view_parameters(member, self._used_in_part)
             case "sequence" if self.sequence:
-                view_parameters(module, self._used_by_some_tokens)
+                view_parameters(module, self._used_in_part)  # for this rank's tokens
 
     # Layers, each bound once: torch.compile makes one graph for all blocks if they are the same objects everywhere.
 
@@ -174,10 +153,6 @@ class TensorParallel:
     def _view_used_in_part(self, parameter: Tensor) -> Tensor:
         """Returns this rank's part of a cut parameter; the gradients of a whole one are summed over ranks."""
         return local(parameter) if isinstance(parameter, DTensor) else sum_gradients(parameter, self.group)
-
-    def _view_used_by_some_tokens(self, parameter: Tensor) -> Tensor:
-        """Each rank uses the parameter for its own tokens, so that their gradients are summed over ranks."""
-        return sum_gradients(parameter, self.group)
 
     def _shared(self, parameter: Tensor | None) -> Tensor:
         """Returns a parameter that all ranks have; with sequence parallelism each adds it to other tokens."""
@@ -254,9 +229,24 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _region_of(name: str, styles: Mapping[str, TensorStyle]) -> str | None:
-    while name:
-        name = name.rpartition(".")[0]
-        if styles.get(name) in ("region", "sum"):
-            return name
-    return None
+def _dimensions(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, TensorStyle]
+) -> dict[str, int]:
+    """Returns the dimension that each cut parameter is cut along, by its name."""
+    dimensions: dict[str, int] = {}
+    for name, style in styles.items():
+        if isinstance(style, int):
+            dimensions[name] = style
+        elif name in parameters:
+            dimensions[name] = parameters[name].ndim - 1  # a head (embd, vocab)
+        elif style in ("column", "row", "vocabulary"):
+            module = model.get_submodule(name)
+            kinds = nn.Linear if style != "vocabulary" else nn.Linear | nn.Embedding
+            if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
+                continue  # a head that gets its weight as an argument
+            if not isinstance(module, kinds):
+                raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
+            dimensions[f"{name}.weight"] = 1 if style == "row" else 0
+            if style != "row" and getattr(module, "bias", None) is not None:
+                dimensions[f"{name}.bias"] = 0
+    return dimensions

@@ -10,20 +10,18 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import UserError
+from shoal.parallel.sharding.shards import ELEMENTWISE, is_elementwise
 from shoal.parallel.zero.partition import is_here
-from shoal.types import TrainState
-
-BY_ELEMENT = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD"}
-"""torch's optimizers that treat every element by itself, so that they may step any slice of a tensor."""
+from shoal.types import Objective, TrainState
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would compute something else on slices of all parameters laid end to end."""
-    kind = type(optimizer)
-    if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim"):
+    name, supported = type(optimizer).__name__, ELEMENTWISE - {"Adagrad"}  # which has state before its first step
+    if name not in supported or not is_elementwise(optimizer):
         raise UserError(
-            f"distributed.strategy = deepspeed steps flat parts of parameters, which {kind.__name__} is not known to "
-            f"take one element at a time; use one of torch.optim's {', '.join(sorted(BY_ELEMENT))}, or strategy ddp"
+            f"distributed.strategy = deepspeed steps flat parts of parameters, which {name} is not known to take one "
+            f"element at a time; use one of torch.optim's {', '.join(sorted(supported))}, or strategy ddp"
         )
     if optimizer.state:
         raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
@@ -42,7 +40,7 @@ def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None
 class CheckedLoss:
     """A recipe whose loss must not read weights: under ZeRO-3 they are empty while their module does not compute."""
 
-    def __init__(self, recipe: Any, model: nn.Module):
+    def __init__(self, recipe: Objective, model: nn.Module):
         self._recipe, self._model = recipe, model
 
     def __getattr__(self, name: str) -> Any:
@@ -50,8 +48,7 @@ class CheckedLoss:
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         with _NoEmptyWeights({p: name for name, p in self._model.named_parameters()}):
-            loss: Tensor = self._recipe.loss(output, batch)
-            return loss
+            return self._recipe.loss(output, batch)
 
 
 class _NoEmptyWeights(TorchFunctionMode):

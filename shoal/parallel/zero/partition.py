@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.errors import UserError
+from shoal.parallel.collectives import all_gather_single
 from shoal.tensors import replace_parameters
 from shoal.torch_private import as_rows
 
 _LINEAR = nn.functional.linear
-# torch 2.13 has a new name for it, and warns about the old one.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Stretch(NamedTuple):
@@ -43,9 +42,6 @@ class Stretch(NamedTuple):
     def overlap(self, other: Stretch) -> Stretch:
         start = max(self.start, other.start)
         return Stretch(start, max(0, min(self.start + self.numel, other.start + other.numel) - start))
-
-
-NOTHING = Stretch(0, 0)
 
 
 def is_installed() -> bool:
@@ -135,10 +131,8 @@ class Partition:
         """The index in `flats` of the tensor that holds a trained parameter."""
         self.offset: dict[str, int] = {}
         """Where in that tensor this rank's elements of the parameter begin."""
-        self.own: dict[str, Stretch] = {}
+        self.own = {name: self._own_part(parameter) for parameter, name in names.items()}
         """Which elements of the parameter these are."""
-        for parameter, name in names.items():
-            self.own[name] = self._own_part(parameter)
         for group, parameters in enumerate(self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups):
             for parameter in parameters:
                 self.group[names[parameter]] = group
@@ -173,7 +167,9 @@ class Partition:
             start = min(dist.get_rank() * share, parameter.ds_numel)
             return Stretch(start, min(share, parameter.ds_numel - start))
         mapping = getattr(parameter, "_hp_mapping", None)
-        return Stretch(mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel) if mapping else NOTHING
+        return (
+            Stretch(mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel) if mapping else Stretch(0, 0)
+        )
 
     def _place(self, parameter: Any) -> int:
         if self.stage == 3:
@@ -191,24 +187,18 @@ class Partition:
         return self.stage == 3 and group is not None and bool(self.zero._swappable_optimizer_subgroup(group))
 
     @contextmanager
-    def at_hand(self, group: int | None) -> Iterator[None]:
-        """Has the state of a group in memory, to read it."""
-        if self.on_disk(group):
+    def at_hand(self, group: int | None, write: bool = False) -> Iterator[None]:
+        """Has the state of a group in memory, to read or change it; what was changed under ZeRO-3 then computes."""
+        on_disk = self.on_disk(group)
+        if on_disk:
             self.zero._optimizer_states_and_gradient_swap_in(group)
         yield
-        if self.on_disk(group):
-            self.zero._release_swap_buffers(group)
-
-    @contextmanager
-    def to_change(self, group: int | None) -> Iterator[None]:
-        """Has the state of a group in memory, to change it; under ZeRO-3 the weights that compute are then updated."""
-        if self.on_disk(group):
-            self.zero._optimizer_states_and_gradient_swap_in(group)
-        yield
-        if self.stage == 3 and group is not None:
+        if write and self.stage == 3 and group is not None:
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
-        if self.on_disk(group):
+        if on_disk and write:
             self.zero._optimizer_states_and_gradient_swap_out(group)
+        elif on_disk:
+            self.zero._release_swap_buffers(group)
 
     def part(self, name: str, flat: Tensor) -> Tensor:
         """Returns this rank's elements of a parameter in a tensor that is laid out as the one in `flats`."""
@@ -308,8 +298,7 @@ def cut_into_rows(model: nn.Module, mesh: DeviceMesh) -> None:
         if not parameter.is_meta:
             return parameter
         shape = tuple(parameter.shape)
-        own = row_stretches(shape, mesh.size())[mesh.get_local_rank()]
-        rows = own.numel // max(1, prod(shape[1:]))
+        rows = row_stretches(shape, mesh.size())[mesh.get_local_rank()].numel // max(1, prod(shape[1:]))
         local = torch.empty(rows, *shape[1:], dtype=parameter.dtype, device="meta")
         return nn.Parameter(as_rows(local, shape, mesh), requires_grad=parameter.requires_grad)
 
@@ -363,7 +352,7 @@ def _gather_rows(tensor: DTensor) -> Tensor:
     padded = local.new_zeros(most, *tensor.shape[1:])
     padded[: len(local)] = local
     gathered = local.new_empty(ranks * most, *tensor.shape[1:])
-    _gather_into(gathered, padded)
+    all_gather_single(gathered, padded)
     return gathered[:rows].clone()  # without the padding
 
 

@@ -37,7 +37,12 @@ class DDPEngine(PlainEngine):
         assert self.mesh is not None
         group = self.mesh.get_group("dp_replicate")
         if is_fake(next(model.parameters())):
-            self._exchange_by_hooks(model, group)
+            # For a planner: DDP's reducer reads memory, which fake tensors do not have. This sends as many bytes.
+            self.is_warm = True
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: dist.all_reduce(p.grad, group=group) if self._last else None
+                )
             return
         options = self.layout.ddp.model_dump()
         options[_BROADCAST_BUFFERS] = options.pop("broadcast_buffers")
@@ -48,15 +53,6 @@ class DDPEngine(PlainEngine):
         self.module = DistributedDataParallel(model, process_group=group, **options)
         if self.reduction == "sum":
             self.module.register_comm_hook(group, _sum_over_ranks)
-
-    def _exchange_by_hooks(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """For a planner: DDP's reducer reads memory, which fake tensors do not have. It sends as many bytes."""
-        self.is_warm = True
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p: dist.all_reduce(p.grad, group=group) if self._last else None
-                )
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         self._last = last

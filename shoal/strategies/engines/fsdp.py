@@ -28,9 +28,11 @@ class FSDPEngine(PlainEngine):
         self._sharded: list[FSDPModule] = []
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
+        assert self.mesh is not None
         fsdp, self.units = self.layout.fsdp, units
+        replicated = self.mesh["dp_replicate"].size() > 1 or fsdp.sharding_strategy == "NO_SHARD"
         options: dict[str, Any] = {
-            "mesh": self._data_mesh(),
+            "mesh": self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"],
             "offload_policy": CPUOffloadPolicy(pin_memory=True) if fsdp.cpu_offload else OffloadPolicy(),
             # None: free all units but the root, whose parameters its backward would gather again right away.
             "reshard_after_forward": None if fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") else False,
@@ -48,26 +50,17 @@ class FSDPEngine(PlainEngine):
             fully_shard(root, mp_policy=policy, **options)
         modules = {id(module): module for root in (model, *roots) for module in root.modules()}
         self._sharded = [module for module in modules.values() if isinstance(module, FSDPModule)]
-        if fsdp.forward_prefetch:
-            self._prefetch(model, roots)
+        for root in roots if fsdp.forward_prefetch else ():
+            inside = set(root.modules())
+            inner = [unit for unit in map(model.get_submodule, units) if unit in inside]
+            for before, following in pairwise([root, *inner]):
+                before.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         for module in self._sharded:
             module.register_forward_hook(_reshard_without_backward)  # type: ignore[attr-defined]
             if self.reduction == "sum":
                 # Both are needed, because gloo has no PREMUL_SUM.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-
-    def _prefetch(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
-        for root in roots:
-            inside = set(root.modules())
-            units = [unit for unit in map(model.get_submodule, self.units) if unit in inside]
-            for module, following in pairwise([root, *units]):
-                module.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-
-    def _data_mesh(self) -> DeviceMesh:
-        assert self.mesh is not None
-        replicated = self.mesh["dp_replicate"].size() > 1 or self.layout.fsdp.sharding_strategy == "NO_SHARD"
-        return self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"]
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         root: Any = self.module
