@@ -53,6 +53,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "single": (1, SINGLE, SPEED),
     "single, loss in 8 chunks": (1, SINGLE, CHUNKED),
     "single, loss in 8 chunks, fp8": (1, SINGLE, {**CHUNKED, "mixed_precision": "fp8"}),
+    "single, loss in 8 chunks, all recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "full"}),
+    "single, loss in 8 chunks, some recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "selective"}),
     "ddp, world 1": (1, DDP, CHUNKED),
     "ddp, rank 0 of 8": (8, DDP, CHUNKED),
     "fsdp, world 1": (1, FSDP, CHUNKED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ __all__ = [
     "as_rows",
     "as_shard",
     "call_without_hooks",
-    "compiled_graphs",
+    "compile_counts",
     "default_store",
     "is_fake",
     "set_group_timeout",
@@ -142,8 +142,19 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def compiled_graphs() -> int:
-    """Returns how many graphs torch.compile has compiled in this process, as proof that it engaged."""
+class CompileCounts(NamedTuple):
+    """What torch.compile has done in this process."""
+
+    graphs: int
+    breaks: int
+    reason: str
+    """Why the last graph was broken off, in torch's words."""
+
+
+def compile_counts() -> CompileCounts:
+    """Returns how many graphs torch.compile has captured in this process, and how often it had to break one off."""
     from torch._dynamo.utils import counters
 
-    return counters["stats"]["unique_graphs"]
+    reasons = counters["graph_break"]
+    reason = [*reasons][-1].partition("\n")[0] if reasons else ""
+    return CompileCounts(counters["stats"]["unique_graphs"], reasons.total(), reason)

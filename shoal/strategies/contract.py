@@ -33,7 +33,7 @@ from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
+from shoal.transform.compile import CompiledModules
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
@@ -52,7 +52,7 @@ class Engaged:
     parameter_bytes: int = 0
     """The memory that this rank uses for weights."""
     checkpointed_modules: list[str] = field(default_factory=list)
-    compiled_modules: int = 0
+    compiled: CompiledModules | None = None
     float8_layers: int = 0
     chunked_head: ChunkedHead | None = None
     not_in_force: dict[str, str] = field(default_factory=dict)
@@ -354,9 +354,11 @@ class DistributedStrategy(ABC):
         if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
             shared = tensor if shares_vocabulary else None
             engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
         if layout.compile:
-            engaged.compiled_modules = apply_compile(model, plan)
+            engaged.compiled = CompiledModules(model, plan)
+        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if engaged.compiled:
+            engaged.compiled.compile()
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}

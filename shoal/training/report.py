@@ -12,8 +12,9 @@ import shoal
 from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError
-from shoal.torch_private import compiled_graphs
+from shoal.torch_private import CompileCounts, compile_counts
 from shoal.transform.activation_checkpointing import num_recomputed
+from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Report:
         self.training = shell.config.training
         self._witness = HalfWitness(self.training.mixed_precision)
         self._recomputed_before = num_recomputed()
-        self._graphs_before = compiled_graphs() if self.training.compile else 0
+        self._compiled_before = self._compiled = compile_counts() if self.training.compile else CompileCounts(0, 0, "")
 
     def watch(self) -> AbstractContextManager[None]:
         if self.training.mixed_precision != "fp32" and not self.training.compile:  # it cannot look into compiled code
@@ -50,11 +51,8 @@ class Report:
 
     def check(self) -> None:
         """Stops the run if something that was asked for had no effect."""
-        if self.training.compile and compiled_graphs() == self._graphs_before:
-            raise UserError(
-                "training.compile = true, but torch.compile compiled nothing of this model (see TORCH_LOGS=dynamo); "
-                "set it to false or change the model"
-            )
+        if self.engaged.compiled:
+            self._check_compiled(self.engaged.compiled)
         nothing_recomputed = num_recomputed() == self._recomputed_before
         if self.engaged.checkpointed_modules and not self.training.compile and nothing_recomputed:
             raise UserError(
@@ -73,6 +71,17 @@ class Report:
             raise UserError(
                 f"training.mixed_precision = {precision}, but nothing in the first step was computed in {precision}; "
                 "use fp32, or look for code in the model that turns autocast off"
+            )
+
+    def _check_compiled(self, compiled: CompiledModules) -> None:
+        before, now = self._compiled_before, compile_counts()
+        self._compiled = CompileCounts(now.graphs - before.graphs, now.breaks - before.breaks, now.reason)
+        if not self._compiled.graphs or compiled.eager_calls:
+            why = f": {now.reason}" if self._compiled.breaks else ""
+            recomputed = " Recomputed modules are compiled as a whole or not at all." if compiled.eager_calls else ""
+            raise UserError(
+                f"training.compile = true, but in the first step the model's blocks ran without being compiled{why}; "
+                f"TORCH_LOGS=graph_breaks shows where; change the model, or set training.compile = false.{recomputed}"
             )
 
     def __str__(self) -> str:
@@ -133,8 +142,14 @@ class Report:
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
         if training.loss_chunks > 1:
             yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
-        if training.compile:
-            yield "compile", f"{engaged.compiled_modules} modules", ("training.compile",)
+        if engaged.compiled:
+            graphs, breaks, reason = self._compiled
+            said = f"{breaks} breaks, the last because of: {reason}" if breaks else "no breaks"
+            yield (
+                "compile",
+                f"{len(engaged.compiled.modules)} modules, {graphs} graph{'s' * (graphs != 1)}, {said}",
+                ("training.compile",),
+            )
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
-from shoal.forward import compile_forward
+from shoal.forward import add_layer, compile_forward
 from shoal.types import ParallelPlan
 
 
-def apply_compile(model: nn.Module, plan: ParallelPlan) -> int:
-    """Compiles the plan's blocks in place, or the whole model if it has none; returns how many modules it compiled.
+class CompiledModules:
+    """The plan's blocks, or the whole model if it has none, and a count of how often they ran without being compiled.
 
-    Only `forward` is compiled, not `__call__`, so that hooks such as those of fully_shard run outside of the graph.
+    It is made before layers such as recomputation are added, and `compile` is called after: torch runs the whole of a
+    recomputed module eagerly if it cannot capture a part, and the innermost layer is where that shows.
     """
-    modules = [model.get_submodule(name) for name in plan.blocks] or [model]
-    for module in modules:
-        compile_forward(module)
-    return len(modules)
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan):
+        self.modules = [model.get_submodule(name) for name in plan.blocks] or [model]
+        self.eager_calls = 0
+        layer = self._count_eager_calls  # one object for all: torch.compile then makes one graph for like modules
+        for module in self.modules:
+            add_layer(module, layer)
+
+    def compile(self) -> None:
+        """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside."""
+        for module in self.modules:
+            compile_forward(module)
+
+    def _count_eager_calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.eager_calls += 1
+        return forward(*args, **kwargs)

@@ -211,6 +211,14 @@ def test_zero_3_trains_a_model_that_ddp_cannot(
     note(f"ZeRO-3 on 2, {told}, 128 million parameters, {CAP} GiB each", f"trains, peak {peak:.2f} GiB")
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_recomputed_blocks_are_one_compiled_graph(tmp_path: Path, note: Callable[[str, str], None], mode: str) -> None:
+    train(check_run(llama(tmp_path, mixed_precision="bf16", compile=True, activation_checkpointing=mode)))
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "4 modules, 1 graph, no breaks" in report
+    note(f"Llama, bf16, compiled, activation_checkpointing {mode}", "4 modules, 1 graph, no breaks")
+
+
 def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None]) -> None:
     outcome = train(check_run(llama(tmp_path, mixed_precision="fp8", compile=True)))
     assert outcome.metrics["train/loss"] < 4.0  # from 6.2

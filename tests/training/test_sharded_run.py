@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pool import Pool
 from verify.runs import bdh, llama
 
 from shoal.config import Run, check_run
 from shoal.errors import UserError
+from shoal.models.bdh.model import Level
 from shoal.training import train
 
 LEAN = {"mixed_precision": "bf16", "activation_checkpointing": "full", "loss_chunks": 3, "eval_steps": 2}
@@ -68,6 +70,40 @@ def test_where_nothing_is_recomputed_the_run_stops(tmp_path: Path, monkeypatch: 
     run = in_folder(bdh(tmp_path, batch_size=2, activation_checkpointing="full"), tmp_path / "out")
     with pytest.raises(UserError, match="nothing was computed again in the first step's backward"):
         train(run)
+
+
+def plant_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Level.forward
+
+    def broken(self: Level, *args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Level, "forward", broken)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, breaks: bool
+) -> None:
+    """torch compiles the rest of a module around a break, but runs all of it eagerly if it is recomputed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    torch.compiler.reset()
+    if breaks:
+        plant_graph_break(monkeypatch)
+    keys = {"max_steps": 1, "batch_size": 2, "compile": True, "activation_checkpointing": mode}
+    run, report = in_folder(bdh(tmp_path, **keys), tmp_path / "out"), tmp_path / "out" / "report.txt"
+    if breaks and mode == "full":
+        with pytest.raises(UserError, match=r"blocks ran without being compiled: Call to `torch._dynamo.graph_break"):
+            train(run)
+        return
+    train(run)
+    (row,) = [line for line in report.read_text().splitlines() if line.startswith("compile ")]
+    assert "2 modules, " in row
+    assert ("1 graph, no breaks" in row) is not breaks
+    assert ("breaks, the last because of: Call to `torch._dynamo.graph_break()`" in row) is breaks
 
 
 @pytest.mark.parametrize(

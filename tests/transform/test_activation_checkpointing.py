@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
-from shoal.torch_private import TorchDispatchMode, compiled_graphs
+from shoal.torch_private import TorchDispatchMode, compile_counts
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import apply_compile
+from shoal.transform.compile import CompiledModules
 from shoal.types import ParallelPlan
 
 WIDTH = 16
@@ -255,18 +255,20 @@ def test_like_blocks_share_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch)
     torch.compiler.reset()
     model, plan, inputs = stack(num_blocks=12)
     apply_activation_checkpointing(model, plan, settings(mode))
-    assert apply_compile(model, plan) == 12
-    before = compiled_graphs()
+    compiled = CompiledModules(model, plan)
+    compiled.compile()
+    assert len(compiled.modules) == 12
+    before = compile_counts().graphs
     for _ in range(2):
         run(model, inputs)
-    assert compiled_graphs() - before == 1
+    assert compile_counts().graphs - before == 1
 
 
 def test_hooks_stay_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_light(monkeypatch)
     model, plan, inputs = stack(num_blocks=2)
     apply_activation_checkpointing(model, plan, settings("full"))
-    apply_compile(model, plan)
+    CompiledModules(model, plan).compile()
     compiling = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: compiling.append(torch.compiler.is_compiling()))
@@ -308,7 +310,7 @@ def sharded(mode: str, compiled: bool) -> list[Tensor]:
     head = ChunkedHead(model, plan, 3)
     apply_activation_checkpointing(model, plan, settings(mode))
     if compiled:
-        apply_compile(model, plan)
+        CompiledModules(model, plan).compile()
     mesh = init_device_mesh("cpu", (2,))
     for name in (*plan.blocks, "head"):
         fully_shard(model.get_submodule(name), mesh=mesh)
@@ -347,7 +349,7 @@ def test_compiled(build: Any, mode: str) -> None:
             module.p = 0.0
     expected = run(model, inputs)
     apply_activation_checkpointing(model, plan, settings(mode))
-    apply_compile(model, plan)
+    CompiledModules(model, plan).compile()
     for value, wanted in zip(run(model, inputs), expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-10)
 
