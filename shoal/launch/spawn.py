@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,10 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
     method = _choose_method(function, args) if start_method == "auto" else start_method
     # A forked process lacks the other threads of its parent, also OpenMP's, and would wait for those forever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)
+    if method == "fork":
+        # The error of an earlier call keeps the board of that call in a reference cycle. If a forked process collected
+        # it, the board would wait forever for its thread, which only this process has.
+        gc.collect()
     board = open_board("127.0.0.1", 0, loopback_only=True)
     shared = {
         "WORLD_SIZE": processes,
