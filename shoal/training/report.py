@@ -99,6 +99,8 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
+        if session.mode:
+            yield "mode", session.mode, ()
         yield self._weights()
         yield (
             "data",

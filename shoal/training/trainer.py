@@ -21,6 +21,7 @@ from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
+from shoal.training.modes import evaluation_mode
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder
@@ -143,8 +144,11 @@ class RecipeBody:
         return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
+        with evaluation_mode(self.model):
+            return self._evaluate(shell)
+
+    def _evaluate(self, shell: Shell) -> dict[str, float] | None:
         assert shell.loaders.evaluation is not None
-        self.model.eval()
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         total = count = torch.zeros((), device=self.strategy.device)
         metrics: dict[str, float] | None = None
@@ -157,7 +161,6 @@ class RecipeBody:
         else:
             metrics = {EVAL_LOSS: (total / count).item()}
             self._preview(shell.step)
-        self.model.train()
         return metrics
 
     def _preview(self, step: int) -> None:
