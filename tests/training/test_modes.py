@@ -108,9 +108,14 @@ def test_a_preview_that_changes_modes_changes_no_later_step(
 
 def test_modes_are_restored_after_an_error() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()).eval())
-    with pytest.raises(RuntimeError, match="broken"), evaluation_mode(model):
-        assert not any(module.training for module in model.modules())
-        raise RuntimeError("broken")
+
+    def evaluate() -> None:
+        with evaluation_mode(model):
+            assert not any(module.training for module in model.modules())
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        evaluate()
     assert [module.training for module in model.modules()] == [True, True, False, False]
 
 
