@@ -14,7 +14,7 @@ from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
@@ -46,6 +46,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
         with stop.at_once():
             run_lock = folder.enter_context(open_run_folder(run, strategy))
             recipe = run.recipe_type(run.recipe_config)
+            seed_generators(mix(run.config.experiment.seed, "prepare_data"))  # alike on all machines
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
@@ -168,7 +169,9 @@ class RecipeBody:
 
         Eagerly: generating goes through many shapes once each, and compiling for them costs more.
         """
-        torch.manual_seed(mix(self._seed, "preview", step))
+        seed = mix(self._seed, "preview", step)
+        seed_generators(seed)
+        torch.manual_seed(seed)  # on every device
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
