@@ -11,10 +11,10 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
@@ -64,12 +64,12 @@ def generators_kept() -> Iterator[None]:
     NumPy lends another generator instead, because reading its state and writing it back takes 70 µs. Of the pairs in
     which `np.random.randn` draws, a second number that is still waiting is lost.
     """
-    python_state, torch_state, numpy_generator = random.getstate(), torch.get_rng_state(), np.random.get_bit_generator()
-    np.random.set_bit_generator(_scratch)
+    python_state, torch_state, numpy_generator = random.getstate(), torch.get_rng_state(), get_bit_generator()
+    set_bit_generator(_scratch)
     try:
         yield
     finally:
-        np.random.set_bit_generator(numpy_generator)
+        set_bit_generator(numpy_generator)
         random.setstate(python_state)
         torch.set_rng_state(torch_state)
 
