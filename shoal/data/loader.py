@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shoal.data.order import BatchSchedule, SampleKey, samples_at
 from shoal.data.reader import Dataset, MapDataset, Reader, open_reader
 from shoal.errors import UserError
-from shoal.seeding import generators_kept, mix_after, seed_generators
+from shoal.seeding import GeneratorsKept, mix_after, seed_generators
 from shoal.tensors import map_tensors
 from shoal.types import MicroBatch
 
@@ -58,7 +58,7 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
             return
         items = self._items(0, 1)
         while True:
-            with generators_kept():
+            with GeneratorsKept():
                 item = next(items, None)
             if item is None:
                 return

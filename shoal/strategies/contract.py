@@ -24,7 +24,7 @@ from shoal.parallel.tensor.sequence_parallel import check_length
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
-from shoal.seeding import SampleRng
+from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.buffers import MovingBuffers
 from shoal.strategies.engines.plain import Reduction
 from shoal.strategies.executors import InTurn, Overlapped
@@ -301,7 +301,11 @@ class DistributedStrategy(ABC):
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:
-    """Returns a micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
+    """Returns a micro-batch as the model sees it: on the device, with what the recipe draws for each sample.
+
+    A recipe should draw from the SampleRng alone; if it uses global generators, it at least repeats itself.
+    """
+    seed_generators(mix(seed, "prepare_batch", *micro.epochs[:1], *micro.ids[:1]), device)
     return recipe.prepare_batch(to_device(micro.data, device), SampleRng(seed, micro.epochs, micro.ids, device))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.config.mesh import micro_batches_needed
 from shoal.errors import UserError
 from shoal.parallel.pipeline.pipeline import Pipeline
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
@@ -48,15 +48,8 @@ class Surroundings:
             yield
 
     def seed_generators(self, *place: int | str) -> None:
-        """Seeds the generators from the place in the run, such as (step, micro-batch).
-
-        Not by `torch.manual_seed`: that also remembers the seed for every kind of device that was never used, each with
-        a traceback, which takes longer than many a step.
-        """
-        seed = mix(self._seed, *place, *self._rng_key)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+        """Seeds the generators of Python, NumPy and torch from the place in the run, such as (step, micro-batch)."""
+        seed_generators(mix(self._seed, *place, *self._rng_key), self.device)
 
 
 class InTurn:

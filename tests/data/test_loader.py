@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import BatchSchedule, Loader, samples_at
+from shoal.data import reader as reader_module
 from shoal.errors import UserError
 from shoal.seeding import mix, seed_generators
 from shoal.types import BatchPhase
@@ -259,6 +260,39 @@ def test_the_random_state_of_the_process_is_restored():
     first = draw()
     list(Loader(Augmented(10), stack, BatchSchedule.constant(4, 2), seed=0, end=10))
     assert (first, draw()) == expected
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_draw_from_any_generator_is_noticed(name):
+    class Draws(Numbers):
+        def __getitem__(self, index):
+            draw = {"python": random.random, "numpy": np.random.randn, "torch": lambda: torch.rand(1).item()}[name]
+            return {"x": torch.tensor(draw() if index == 7 else 0.0)}
+
+    found = [
+        next(iter(Loader(Draws(9), stack, BatchSchedule.constant(1, 1), seed=seed, shuffle=False, position=7)))
+        for seed in (0, 0, 1)
+    ]
+    first, same, other = (step[0].data["x"].item() for step in found)
+    assert first == same != other
+
+
+def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch):
+    seeded, read = [], []
+
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    def seed_and_note(seed):
+        seeded.append(seed)
+        seed_generators(seed)
+
+    monkeypatch.setattr(reader_module, "seed_generators", seed_and_note)
+    list(Loader(Noted(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
+    assert sorted(read) == list(range(30))
+    assert len(seeded) == 10  # once for each micro-batch
 
 
 def test_the_three_generators_draw_different_numbers():

@@ -108,6 +108,56 @@ def test_random_buffers_of_a_constructor_are_the_same_in_every_process(
     assert tensors(toy.output, 10) == tensors(toy.folder / "other", 10)
 
 
+DROPS_LAYERS = """
+import random
+
+import numpy as np
+
+
+class MaySkip(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand() if random.random() < 0.5 else x
+
+
+class Toy"""
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_layers_dropped_by_pythons_and_numpys_generators_repeat(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], mode: str
+) -> None:
+    change_recipe("class Toy", DROPS_LAYERS)
+    change_recipe("nn.Tanh()", "MaySkip(hidden, hidden)")
+    options = "training.gradient_accumulation=2", "training.activation_checkpointing={mode: MODE, classes: [MaySkip]}"
+    options = tuple(option.replace("MODE", mode) for option in options)[: 1 if mode == "none" else 2]
+    toy.train(f"experiment.output_dir={toy.folder}/whole", "training.gradient_accumulation=2")
+    toy.train(*options)
+    shutil.rmtree(toy.output / "checkpoints" / "step_00000010")
+    random.seed()  # another process has another state
+    np.random.seed()
+    toy.train(*options)
+    assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
+
+
+def test_a_recipe_that_draws_from_global_generators_repeats_itself(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe(
+        "    def inputs(",
+        "    def prepare_batch(self, batch, rng):\n"
+        "        import random, numpy as np\n"
+        "        noise = torch.rand(()) + random.random() + np.random.rand()\n"
+        "        return {**batch, 'x': batch['x'] + 0.1 * noise}\n\n    def inputs(",
+    )
+    toy.train(f"experiment.output_dir={toy.folder}/whole")
+    toy.train()
+    shutil.rmtree(toy.output / "checkpoints" / "step_00000010")
+    random.seed()  # another process has another state
+    np.random.seed()
+    toy.train()
+    assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
+
+
 def test_kill_minus_nine_loses_nothing(toy: ToyRun, gate: Gate) -> None:
     toy.train(f"experiment.output_dir={toy.folder}/whole")
     gate.close_after(4)
