@@ -183,7 +183,7 @@ class DistributedStrategy(ABC):
         if self._splits_sequences:
             batches = self._split_sequences(batches, recipe)
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
-        per_count = (self._loss_scale.scale if self._loss_scale else 1.0) / count.clamp(min=1)
+        per_count = _per_count(count, self._loss_scale)
         losses = self._executor.forward_backward(batches, micro_batches, per_count, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         if self._moving_buffers:
@@ -298,6 +298,18 @@ class DistributedStrategy(ABC):
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}
+
+
+def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
+    """Returns what a summed loss is multiplied by: 1 / count, and 0 if the count is 0.
+
+    It is NaN for a count that is negative or not finite, so that the update is skipped and the skip is counted. All of
+    it is computed on the device, so that the host does not wait for the count.
+    """
+    count = count.float()
+    scale = loss_scale.scale if loss_scale else 1.0
+    not_positive = count.sqrt()  # 0 for 0, else NaN
+    return torch.where(count > 0, scale / count, not_positive) + (count - count)  # infinity minus infinity is NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:
