@@ -101,6 +101,9 @@ class Report:
         yield "model", f"{kind}, {sizes}", ("recipe",)
         if session.mode:
             yield "mode", session.mode, ()
+        if names := session.ungrouped:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
         yield self._weights()
         yield (
             "data",
