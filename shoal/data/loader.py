@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shoal.data.order import BatchSchedule, SampleKey, samples_at
 from shoal.data.reader import Dataset, MapDataset, Reader, open_reader
 from shoal.errors import UserError
+from shoal.seeding import GeneratorsKept, mix_after, seed_generators
 from shoal.tensors import map_tensors
 from shoal.types import MicroBatch
 
@@ -44,6 +45,7 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     """Yields one rank's micro-batches in order. Worker w of W yields every W-th micro-batch, starting with the w-th."""
 
     open_reader: Callable[[], Reader]
+    seed: int
     collate: Callable[[list[Any]], Any]
     batches: BatchSchedule
     epoch_size: int | None
@@ -51,13 +53,26 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     end: int | None
 
     def __iter__(self) -> Iterator[_Item | UserError]:
-        info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        if info := get_worker_info():
+            yield from self._items(info.id, info.num_workers)
+            return
+        items = self._items(0, 1)
+        while True:
+            with GeneratorsKept():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def _items(self, worker: int, num_workers: int) -> Iterator[_Item | UserError]:
+        seed_of = mix_after(self.seed, "collate")
         try:
             reader = self.open_reader()
             for keys, weight, position in islice(self._plan(reader), worker, None, num_workers):
                 epochs, ids = zip(*keys, strict=True)
-                yield _Item(MicroBatch(self.collate(reader.fetch(keys)), epochs, ids, weight), position)
+                samples = reader.fetch(keys)
+                seed_generators(seed_of(*keys[0]))  # a collate function may draw too, such as which tokens to mask
+                yield _Item(MicroBatch(self.collate(samples), epochs, ids, weight), position)
         except UserError as error:  # yielded, not raised: torch would wrap it into a page of traceback
             yield error
 
@@ -115,7 +130,7 @@ class Loader:
         self._samples_at = partial(samples_at, epoch_size=self.epoch_size, seed=seed, shuffle=shuffle)
         self._steps: Generator[list[MicroBatch], None, None] | None = None
         reader = partial(open_reader, dataset, position, seed, shuffle, data_rank, data_size)
-        source = _MicroBatches(reader, collate, batches, self.epoch_size, position, end)
+        source = _MicroBatches(reader, seed, collate, batches, self.epoch_size, position, end)
         pin_memory = pin_memory and torch.accelerator.is_available()
         self._pin_in_iteration = pin_memory and num_workers == 0
         # Without workers torch's DataLoader is not used: its overhead per step is larger than reading a small dataset.

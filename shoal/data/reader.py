@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
-
-import numpy as np
-import torch
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from shoal.data.order import SampleKey, micro_batch_slices, samples_at
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.errors import UserError
-from shoal.seeding import mix
+from shoal.seeding import GeneratorsKept, draw_from_all, mix, mix_after, seed_generators
 
 _ORDER_BLOCK = 4096  # computing the order of this many samples at once makes its cost per sample negligible
 
@@ -28,6 +23,11 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int) -> Any:
         """Returns one sample."""
 
+
+_UNSEEDED = mix("samples that draw nothing")
+with GeneratorsKept():
+    seed_generators(_UNSEEDED)
+    _NEXT_NUMBERS = draw_from_all()
 
 Dataset = MapDataset | OrderedStream | ShardedStream
 
@@ -44,7 +44,11 @@ class RankStep(NamedTuple):
 
 
 class Reader(Protocol):
-    """What the loader needs from a source of samples. It plans the steps in order and fetches them in order."""
+    """What the loader needs from a source of samples. It plans the steps in order and fetches them in order.
+
+    Random numbers that a sample draws from the global generators depend on (seed, epoch, id) alone, for every sample: a
+    dataset may draw for some samples only.
+    """
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         """Returns this rank's samples of the step that starts at `position`."""
@@ -58,8 +62,8 @@ def open_reader(dataset: Dataset, start: int, seed: int, shuffle: bool, data_ran
     if isinstance(dataset, MapDataset):
         return MapReader(dataset, seed, shuffle, data_rank, data_size)
     if isinstance(dataset, ShardedStream):
-        return ShardedReader(dataset, data_rank, data_size)
-    return OrderedReader(dataset, start, data_rank, data_size)
+        return ShardedReader(dataset, seed, data_rank, data_size)
+    return OrderedReader(dataset, start, seed, data_rank, data_size)
 
 
 def _split_step(keys: list[SampleKey], batch_size: int, data_size: int, data_rank: int) -> RankStep:
@@ -68,9 +72,11 @@ def _split_step(keys: list[SampleKey], batch_size: int, data_size: int, data_ran
 
 
 class MapReader:
-    """Reads a dataset by index. Seeds the random generators for every sample from (seed, epoch, id).
+    """Reads a dataset by index.
 
-    Seeding costs microseconds per sample, so it stops if the first micro-batch drew no random numbers.
+    Seeding takes 8 µs for each sample, and most datasets draw nothing. So a micro-batch is first read without, and one
+    number is drawn from every generator afterwards: if it is not the next one, the dataset has drawn. The micro-batch
+    is then read again, and it and all later ones are seeded. Samples are the same whenever that happens.
     """
 
     def __init__(self, dataset: MapDataset, seed: int, shuffle: bool, data_rank: int, data_size: int):
@@ -78,7 +84,8 @@ class MapReader:
         self._rank, self._size = data_rank, data_size
         self._order: list[SampleKey] = []
         self._order_start = 0
-        self._draws_random: bool | None = None  # unknown until the first fetch
+        self._seed_of = mix_after(seed, "sample")
+        self._draws_random = False
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         first = position - self._order_start
@@ -89,45 +96,40 @@ class MapReader:
         return _split_step(self._order[first : first + step_size], batch_size, self._size, self._rank)
 
     def fetch(self, keys: list[SampleKey]) -> list[Any]:
-        if self._draws_random is False:
-            return [self._dataset[i] for _, i in keys]
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        samples, draws_random = [], bool(self._draws_random)
+        if not self._draws_random:
+            seed_generators(_UNSEEDED)
+            samples = [self._dataset[i] for _, i in keys]
+            self._draws_random = draw_from_all() != _NEXT_NUMBERS
+        if not self._draws_random:
+            return samples
+        samples = []
         for epoch, i in keys:
-            _seed_generators(mix(self._seed, "sample", epoch, i))
-            before = None if draws_random else _generator_states()
+            seed_generators(self._seed_of(epoch, i))
             samples.append(self._dataset[i])
-            draws_random = draws_random or before != _generator_states()
-        self._draws_random = draws_random
-        random.setstate(python_state)  # torch's state is not restored: training seeds it before each micro-batch
-        np.random.set_state(numpy_state)
         return samples
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    _, words, *rest = cast(tuple[Any, ...], np.random.get_state())
-    return random.getstate(), words.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 class OrderedReader:
     """Reads all samples of each step and keeps those that this rank needs."""
 
-    def __init__(self, stream: OrderedStream, start: int, data_rank: int, data_size: int):
+    def __init__(self, stream: OrderedStream, start: int, seed: int, data_rank: int, data_size: int):
+        seed_generators(mix(seed, "open"))
         self._samples = stream.open(start)
         self._rank, self._size = data_rank, data_size
+        self._seed_of = mix_after(seed, "sample", 0)
         self._sample_at: dict[int, Any] = {}  # by position
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         slices = micro_batch_slices(step_size, batch_size, self._size, self._rank)
         needed = set(range(batch_size)).union(*slices)  # the first batch_size samples are the filler
         self._sample_at, end = {}, position
-        for offset, sample in enumerate(islice(self._samples, step_size)):
+        for offset in range(step_size):
+            # Also for samples that other ranks take: a stream that shuffles must give all ranks the same order.
+            seed_generators(self._seed_of(end))
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                break
             if offset in needed:
                 self._sample_at[end] = sample
             end += 1
@@ -140,7 +142,7 @@ class OrderedReader:
 class ShardedReader:
     """Reads only the shards whose number modulo the number of ranks is this rank, each strictly forward."""
 
-    def __init__(self, stream: ShardedStream, data_rank: int, data_size: int):
+    def __init__(self, stream: ShardedStream, seed: int, data_rank: int, data_size: int):
         shards = stream.num_shards
         if shards < 1 or shards % data_size:
             raise UserError(
@@ -149,6 +151,7 @@ class ShardedReader:
                 f"set num_shards to a multiple of {data_size}"
             )
         self._stream, self._rank, self._size = stream, data_rank, data_size
+        self._seed, self._seed_of = seed, mix_after(seed, "sample", 0)
         self._iterators: dict[int, Iterator[Any]] = {}  # by shard
         self._last_read: dict[int, tuple[int, Any]] = {}  # by shard: the offset of the last sample, and the sample
 
@@ -165,11 +168,13 @@ class ShardedReader:
 
     def _read(self, offset: int, shard: int) -> Any:
         if shard not in self._iterators:
+            seed_generators(mix(self._seed, "open", shard))
             self._iterators[shard] = self._stream.open(shard, offset)
             self._last_read[shard] = (offset - 1, None)
         last_offset, sample = self._last_read[shard]
         try:
-            for _ in range(offset - last_offset):
+            for item in range(last_offset + 1, offset + 1):
+                seed_generators(self._seed_of(item * self._stream.num_shards + shard))
                 sample = next(self._iterators[shard])
         except StopIteration:
             raise UserError(

@@ -2,7 +2,8 @@
 
 The position in a stream is the number of samples that all ranks together have consumed, as with any dataset, so a run
 can be resumed on another number of ranks. The epoch of a sample is always 0 and its id is its global position. A stream
-shuffles itself, if it wants to.
+shuffles itself, if it wants to, by a generator of its own whose state depends on the position alone. The global
+generators are seeded before each sample from (seed, position), for noise that belongs to one sample.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
 from shoal.processes.world import World
-from shoal.seeding import SampleRng
+from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.update import Update
@@ -229,7 +229,7 @@ class DistributedStrategy(ABC):
             self._moving_buffers.before_step(model)
         batches = self._prepare_batches(micro_batches, recipe)
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
-        per_count = (self._loss_scale.scale if self._loss_scale else 1.0) / count.clamp(min=1)
+        per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
         losses = self._executor.forward_backward(batches, scales, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
@@ -364,8 +364,24 @@ class DistributedStrategy(ABC):
         return self._loss_scale.state() if self._loss_scale else {}
 
 
+def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
+    """Returns what a summed loss is multiplied by: 1 / count, and 0 if the count is 0.
+
+    It is NaN for a count that is negative or not finite, so that the update is skipped and the skip is counted. All of
+    it is computed on the device, so that the host does not wait for the count.
+    """
+    count = count.float()
+    scale = loss_scale.scale if loss_scale else 1.0
+    not_positive = count.sqrt()  # 0 for 0, else NaN
+    return torch.where(count > 0, scale / count, not_positive) + (count - count)  # infinity minus infinity is NaN
+
+
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:
-    """Returns a micro-batch as the model sees it: on the device, with what the recipe draws for each sample."""
+    """Returns a micro-batch as the model sees it: on the device, with what the recipe draws for each sample.
+
+    A recipe should draw from the SampleRng alone; if it uses global generators, it at least repeats itself.
+    """
+    seed_generators(mix(seed, "prepare_batch", *micro.epochs[:1], *micro.ids[:1]), device)
     return recipe.prepare_batch(to_device(micro.data, device), SampleRng(seed, micro.epochs, micro.ids, device))
 
 

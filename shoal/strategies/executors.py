@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
@@ -36,12 +36,7 @@ class Surroundings:
 
         `place` is such as (step, micro-batch); `scale` is what the loss will be multiplied by in the backward.
         """
-        # Not by torch.manual_seed: that also remembers the seed for every kind of device that was never used, each with
-        # a traceback, which takes longer than many a step.
-        seed = mix(self._seed, *place, *self._rng_key)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+        seed_generators(mix(self._seed, *place, *self._rng_key), self.device)
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)

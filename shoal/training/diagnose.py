@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
             hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
     try:
         with torch.compiler.set_stance("force_eager"):
-            loss = strategy.forward_backward(model, [micro], recipe, 0).loss
+            output = strategy.forward_backward(model, [micro], recipe, 0)
         if not found:
             gradients = strategy.gradients(model) if watches_backward else {}
             found = [f"the gradient of {name}" for name, g in gradients.items() if not local_part(g).isfinite().all()]
@@ -42,6 +43,9 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         for hook in hooks:
             hook.remove()
         model.zero_grad()
+    loss, count = output.loss, output.count.item()
+    if not 0 <= count < inf:
+        return f"the recipe's count of the last batch is {count:g}; it must be a finite number, at least 0"
     culprits = [names[0] for names in by_rank if names]
     if not loss.isfinite() and not any(name.startswith("the output") for name in culprits):
         return "the first bad value is the loss, though the model's output is finite"

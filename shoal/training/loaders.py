@@ -9,6 +9,7 @@ from typing import Any
 from shoal.config.schema import Config, TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
+from shoal.seeding import mix, seed_generators
 from shoal.training.resume import Progress
 from shoal.training.session import Session
 
@@ -30,8 +31,16 @@ class Data:
 
 
 def open_data(recipe: Any, config: Config) -> Data:
-    """Opens the recipe's data, and refuses settings that it cannot serve."""
-    training, saving, data = config.training, config.checkpoint, Data(recipe.train_data(), recipe.eval_data())
+    """Opens the recipe's data, and refuses settings that it cannot serve.
+
+    Generators are seeded before, so that a dataset that shuffles or splits itself does so alike on all ranks and again
+    when the run is resumed.
+    """
+    training, saving = config.training, config.checkpoint
+    seed_generators(mix(config.experiment.seed, "train_data"))
+    train = recipe.train_data()
+    seed_generators(mix(config.experiment.seed, "eval_data"))
+    data = Data(train, recipe.eval_data())
     if training.num_epochs and data.epoch_size is None:
         raise UserError("training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps")
     if training.eval_steps and data.evaluation is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.config.schema import SGD, TrainingConfig
+from shoal.errors import UserError
 
 
 def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> Optimizer:
@@ -20,6 +23,32 @@ def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> O
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def freeze_ungrouped(model: nn.Module, groups: Iterable[Any]) -> list[str]:
+    """Freezes the parameters that are in no parameter group, and returns their names.
+
+    No optimizer would use or clear their gradients, which would grow in every step. It is done before the model is
+    placed, so that every engine sees them as frozen. Refuses a parameter that is in the groups twice, because it would
+    be updated twice.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        members = group["params"] if isinstance(group, dict) else group
+        for member in [members] if isinstance(members, Tensor) else members:
+            parameter = member[1] if isinstance(member, tuple) else member  # torch also takes (name, parameter)
+            if (other := group_of.get(id(parameter))) is not None:
+                where = f"groups {other} and {number}" if other != number else f"group {number} twice"
+                raise UserError(
+                    f"the recipe's param_groups: {names.get(id(parameter), 'a parameter')} is in {where} and would be "
+                    "updated twice; put it into one group, once"
+                )
+            group_of[id(parameter)] = number
+    frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in group_of]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:

@@ -108,6 +108,11 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
+        if session.mode:
+            yield "mode", session.mode, ()
+        if names := session.ungrouped:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
         yield self._weights()
         yield (
             "data",

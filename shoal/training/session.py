@@ -13,7 +13,8 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy
-from shoal.training.optimizers import build_optimizer
+from shoal.training.modes import start_training_mode
+from shoal.training.optimizers import build_optimizer, freeze_ungrouped
 from shoal.types import TrainState, Weights
 from shoal.weights.materialise import build
 
@@ -33,6 +34,10 @@ class Session:
     """The number of trained and of frozen parameters in the whole model."""
     meta_model: nn.Module | None
     """The model as it was before any layout changed it, without memory, to count FLOPs on."""
+    mode: str
+    """What is unusual about the training or evaluation mode of its modules, for the report; empty if nothing is."""
+    ungrouped: list[str]
+    """The parameters that were frozen because they are in no parameter group."""
 
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
@@ -63,9 +68,10 @@ def assemble(
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     if edit is not None:
         edit(model)
+    mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
     model, optimizer = strategy.prepare(
         model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
     )
-    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model)
+    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped)

@@ -14,13 +14,14 @@ from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
+from shoal.training.modes import evaluation_mode
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder
@@ -45,6 +46,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
         with stop.at_once():
             run_lock = folder.enter_context(open_run_folder(run, strategy))
             recipe = run.recipe_type(run.recipe_config)
+            seed_generators(mix(run.config.experiment.seed, "prepare_data"))  # alike on all machines
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
@@ -143,8 +145,11 @@ class RecipeBody:
         return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
+        with evaluation_mode(self.model):
+            return self._evaluate(shell)
+
+    def _evaluate(self, shell: Shell) -> dict[str, float] | None:
         assert shell.loaders.evaluation is not None
-        self.model.eval()
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         total = count = torch.zeros((), device=self.strategy.device)
         metrics: dict[str, float] | None = None
@@ -157,7 +162,6 @@ class RecipeBody:
         else:
             metrics = {EVAL_LOSS: (total / count).item()}
             self._preview(shell.step)
-        self.model.train()
         return metrics
 
     def _preview(self, step: int) -> None:
@@ -165,7 +169,9 @@ class RecipeBody:
 
         Eagerly: generating goes through many shapes once each, and compiling for them costs more.
         """
-        torch.manual_seed(mix(self._seed, "preview", step))
+        seed = mix(self._seed, "preview", step)
+        seed_generators(seed)
+        torch.manual_seed(seed)  # on every device
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),

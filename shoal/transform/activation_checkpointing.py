@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
+from shoal.seeding import GeneratorsKept, HostStates
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
@@ -63,11 +64,11 @@ def num_recomputed() -> int:
 def _recompute_all(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
-    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=_counted)
+    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=_watched)
 
 
 def _recompute_some(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    contexts = _kept_by_operation if torch.compiler.is_compiling() else _kept_by_operation_counted
+    contexts = _kept_by_operation if torch.compiler.is_compiling() else _kept_by_operation_watched
     return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -77,33 +78,56 @@ def _forward(forward: Callable[..., Any], kwargs: dict[str, Any], *args: Any) ->
     return forward(*args, **kwargs)
 
 
-class _Recomputing(AbstractContextManager[None]):
-    """Is entered around a recomputation and counts it."""
+class _Forward(AbstractContextManager[None]):
+    """Is entered around a forward that will be repeated, and notes the states of Python's and NumPy's generators.
 
-    times = 0
+    A block that decides by `random.random()` whether to skip a layer must decide alike in the recomputation. torch
+    itself repeats torch's random numbers alone.
+    """
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
 
     def __enter__(self) -> None:
-        _Recomputing.times += 1
+        self.states = HostStates()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._inner.__exit__(*error)
 
 
-def _counted() -> Contexts:
-    return nullcontext(), _Recomputing(nullcontext())
+class _Recomputing(AbstractContextManager[None]):
+    """Is entered around a recomputation, counts it, and repeats the random numbers of its forward."""
+
+    times = 0
+
+    def __init__(self, inner: AbstractContextManager[Any], forward: _Forward) -> None:
+        self._inner, self._forward = inner, forward
+
+    def __enter__(self) -> None:
+        _Recomputing.times += 1
+        self._inner.__enter__()
+        self._generators = GeneratorsKept(self._forward.states)
+        self._generators.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._generators.__exit__()
+        return self._inner.__exit__(*error)
+
+
+def _watched() -> Contexts:
+    forward = _Forward(nullcontext())
+    return forward, _Recomputing(nullcontext(), forward)
 
 
 def _kept_by_operation() -> Contexts:
     return create_selective_checkpoint_contexts(_policy())
 
 
-def _kept_by_operation_counted() -> Contexts:
-    forward, recomputation = _kept_by_operation()
-    return forward, _Recomputing(recomputation)
+def _kept_by_operation_watched() -> Contexts:
+    inner_forward, recomputation = _kept_by_operation()
+    forward = _Forward(inner_forward)
+    return forward, _Recomputing(recomputation, forward)
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import TorchDispatchMode, storage_key
 
@@ -41,7 +41,7 @@ def draw(model: nn.Module, seed: int, reset: Reset | None, parameters: set[nn.Pa
         module._parameters.update({key: whole_tensors[p] for key, p in to_draw.items()})
         reset_module = _reset_function(model, module, reset)
         if undrawn and reset_module:
-            torch.manual_seed(mix(seed, "init", name))
+            seed_generators(mix(seed, "init", name))
             reset_module()
         if module not in reset_again_later:
             for owner, key, parameter in replaced:

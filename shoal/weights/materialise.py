@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shoal.seeding import mix
+from shoal.seeding import mix, seed_generators
 from shoal.tensors import replace_parameters
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
@@ -29,6 +29,7 @@ def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> 
     cannot be drawn by name is built whole too, and the returned weights say why.
     """
     if weights.kind != "built":
+        _seed_constructors(seed)  # they may draw buffers
         with parameters_on_meta(), InitRecorder() as constructor:
             model = build_model()
         if weights.kind == "files":
@@ -37,8 +38,13 @@ def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> 
         if reason is None:
             return model, weights
         weights = Weights("built", reason)
-    torch.manual_seed(mix(seed, "build"))
+    _seed_constructors(seed)
     return build_model(), weights
+
+
+def _seed_constructors(seed: int) -> None:
+    seed_generators(mix(seed, "build"))
+    torch.manual_seed(mix(seed, "build"))  # on every device
 
 
 @contextmanager

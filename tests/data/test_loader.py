@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shoal.data import BatchSchedule, Loader, samples_at
 from shoal.data import reader as reader_module
 from shoal.errors import UserError
+from shoal.seeding import mix, seed_generators
 from shoal.types import BatchPhase
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -42,6 +43,11 @@ class Augmented(Numbers):
         for _ in range(index % 3):
             random.random(), np.random.rand(), torch.rand(1)
         return {"x": torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()], dtype=torch.float64)}
+
+
+class DrawsForFew(Numbers):
+    def __getitem__(self, index):
+        return {"x": torch.tensor(random.random() + np.random.rand() + torch.rand(1).item() if index > 12 else 0.0)}
 
 
 class ReturnsItsProcessId(Numbers):
@@ -75,6 +81,11 @@ class KillsItsProcess(Numbers):
 
 def stack(samples):
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def masked(samples):
+    drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+    return {**stack(samples), "mask": torch.tensor(drawn, dtype=torch.float64)}
 
 
 def contents(steps):
@@ -206,19 +217,88 @@ def test_random_numbers_belong_to_the_sample(batch_size, num_workers, data_size)
         assert draws(3, seed=6)[0, 0][place] != reference[0, 0][place]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_draws_for_few_samples_repeats_itself(num_workers):
+    """The first micro-batches draw nothing, but a run that goes on in the middle begins with one that draws."""
+
+    def steps(position=0):
+        random.seed(), np.random.seed(), torch.seed()  # another process has other states
+        batches = BatchSchedule.constant(4, 2)
+        options = {"shuffle": False, "position": position, "end": 24, "num_workers": num_workers}
+        return contents(Loader(DrawsForFew(24), stack, batches, seed=0, **options))
+
+    whole = steps()
+    assert steps() == whole
+    assert steps(position=12) == whole[3:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_numbers_of_a_collate_function_repeat(num_workers):
+    def steps(position=0):
+        random.seed(), np.random.seed(), torch.seed()
+        batches = BatchSchedule.constant(6, 3)
+        options = {"position": position, "end": 24, "num_workers": num_workers}
+        return contents(Loader(Numbers(24), masked, batches, seed=0, **options))
+
+    whole = steps()
+    assert steps() == whole
+    assert steps(position=12) == whole[2:]
+    masks = [tuple(micro[3]["mask"]) for step in whole for micro in step]
+    assert len(set(masks)) == len(masks)
+
+
 def test_the_random_state_of_the_process_is_restored():
-    random.seed(1), np.random.seed(1)
-    expected = random.random(), np.random.rand()
-    random.seed(1), np.random.seed(1)
+    def seed():
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    seed()
+    expected = draw(), draw()
+    seed()
+    first = draw()
     list(Loader(Augmented(10), stack, BatchSchedule.constant(4, 2), seed=0, end=10))
-    assert (random.random(), np.random.rand()) == expected
+    assert (first, draw()) == expected
 
 
-def test_seeding_stops_if_the_dataset_draws_no_random_numbers(monkeypatch):
-    seeded = []
-    monkeypatch.setattr(reader_module, "_seed_generators", seeded.append)
-    list(Loader(Numbers(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
-    assert len(seeded) == 3
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_draw_from_any_generator_is_noticed(name):
+    class Draws(Numbers):
+        def __getitem__(self, index):
+            draw = {"python": random.random, "numpy": np.random.randn, "torch": lambda: torch.rand(1).item()}[name]
+            return {"x": torch.tensor(draw() if index == 7 else 0.0)}
+
+    found = [
+        next(iter(Loader(Draws(9), stack, BatchSchedule.constant(1, 1), seed=seed, shuffle=False, position=7)))
+        for seed in (0, 0, 1)
+    ]
+    first, same, other = (step[0].data["x"].item() for step in found)
+    assert first == same != other
+
+
+def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch):
+    seeded, read = [], []
+
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    def seed_and_note(seed):
+        seeded.append(seed)
+        seed_generators(seed)
+
+    monkeypatch.setattr(reader_module, "seed_generators", seed_and_note)
+    list(Loader(Noted(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
+    assert sorted(read) == list(range(30))
+    assert len(seeded) == 10  # once for each micro-batch
+
+
+def test_the_three_generators_draw_different_numbers():
+    seed_generators(mix(0, "sample", 0, 0))
+    words = [random.getrandbits(32), int(np.random.randint(1 << 32)), torch.randint(1 << 32, (1,)).item()]
+    assert len(set(words)) == 3
 
 
 def test_starting_workers_does_not_advance_the_generator_of_torch():

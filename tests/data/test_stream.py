@@ -1,6 +1,9 @@
+import random
 from itertools import count, islice
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +19,23 @@ class Ordered:
 
     def open(self, start):
         return iter(range(start, self.length)) if self.length is not None else count(start)
+
+
+class Noisy:
+    """Draws for some of its samples, from the global generators."""
+
+    def open(self, start):
+        for position in count(start):
+            noise = (random.random(), np.random.rand(), torch.rand(1).item()) if position > 10 else None
+            yield position, noise
+
+
+class NoisyShards:
+    num_shards = 4
+
+    def open(self, shard, offset):
+        for item in count(offset):
+            yield shard, item, random.random(), np.random.rand(), torch.rand(1).item()
 
 
 class Sharded:
@@ -103,6 +123,26 @@ def test_workers_change_nothing(stream):
     assert run(1) == alone
     assert run(3) == alone
     assert run(3, end=21) + run(2, position=21) == alone
+
+
+@pytest.mark.parametrize("stream", [Noisy(), NoisyShards()], ids=["ordered", "sharded"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_numbers_belong_to_the_position_in_the_stream(stream, num_workers):
+    def samples(position=0, ranks=1):
+        random.seed(), np.random.seed(), torch.seed()  # another process has other states
+        batches = BatchSchedule.constant(8, 2)
+        loaders = [
+            Loader(
+                stream, as_is, batches, seed=0, data_rank=rank, data_size=ranks, position=position, end=40,
+                num_workers=num_workers,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        return [pair for steps in zip(*loaders, strict=True) for pair in samples_of(steps)]
+
+    whole = samples()
+    assert samples() == whole
+    assert samples(position=24, ranks=2) == whole[24:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

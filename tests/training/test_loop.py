@@ -359,3 +359,32 @@ def test_metrics_file_has_what_was_promised(toy: ToyRun) -> None:
     row = json.loads((toy.output / "metrics.jsonl").read_text().splitlines()[0])
     for key in ("loss", "learning_rate", "grad_norm", "samples_per_second", "memory_gib", "data_seconds"):
         assert f"train/{key}" in row
+
+
+GROUPS = "    def param_groups(self, model):\n        return {groups}\n\n    def inputs("
+
+
+def test_parameters_in_no_group_are_frozen_and_named(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("    def inputs(", GROUPS.format(groups="[*model[3].parameters(), model[0].bias]"))
+    model = toy.train("training.max_steps=3").model
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == []
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight"]
+    report = (toy.output / "report.txt").read_text()
+    assert re.search(r"^train nothing +0\.weight \(1 in all\): in no parameter group, so frozen$", report, re.M)
+    assert "33 parameters, 16 frozen" in report
+
+
+@pytest.mark.parametrize(
+    ("groups", "where"),
+    [
+        ("[{'params': model.parameters()}, {'params': [model[3].bias]}]", "groups 0 and 1"),
+        ("[{'params': [*model.parameters(), model[3].bias]}]", "group 0 twice"),
+        ("[{'params': [('a', model[3].bias)]}, {'params': model.named_parameters()}]", "groups 0 and 1"),
+    ],
+)
+def test_a_parameter_in_two_groups_is_refused_by_name(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], groups: str, where: str
+) -> None:
+    change_recipe("    def inputs(", GROUPS.format(groups=groups))
+    with pytest.raises(UserError, match=rf"param_groups: 3\.bias is in {where} and would be updated twice"):
+        toy.train()

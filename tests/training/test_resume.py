@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -15,7 +16,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
@@ -59,6 +62,100 @@ def test_ten_steps_are_four_and_six(toy: ToyRun, optimizer: str, workers: int) -
     assert len(whole) >= 8  # four tensors in the model, and at least one moment each
     assert tensors(toy.output, 10) == whole
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
+
+
+SHUFFLED = """
+        import random
+
+        import numpy as np
+
+        data = Squares(self.config.dataset.size)
+        kept = random.sample(range(len(data)), 40)
+        return torch.utils.data.Subset(data, np.random.permutation(kept).tolist())
+"""
+
+
+def test_a_dataset_that_shuffles_itself_is_the_same_in_every_process(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("        return Squares(self.config.dataset.size)\n", SHUFFLED)
+    toy.train(f"experiment.output_dir={toy.folder}/whole")
+    toy.train()
+    for step in (8, 10):
+        shutil.rmtree(toy.output / "checkpoints" / f"step_{step:08d}")
+    random.seed()  # another process has another state
+    np.random.seed()
+    toy.train()
+    assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
+
+
+def test_random_buffers_of_a_constructor_are_the_same_in_every_process(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("return nn.Sequential(", "return WithFeatures(")
+    change_recipe(
+        "class Toy",
+        "class WithFeatures(nn.Sequential):\n"
+        "    def __init__(self, *modules):\n"
+        "        super().__init__(*modules)\n"
+        "        self.register_buffer('features', torch.randn(4), persistent=False)\n\n"
+        "    def forward(self, input):\n"
+        "        return super().forward(input + self.features.mean())\n\n\nclass Toy",
+    )
+    toy.train()
+    torch.seed()  # another process has another state
+    toy.train(f"experiment.output_dir={toy.folder}/other")
+    assert tensors(toy.output, 10) == tensors(toy.folder / "other", 10)
+
+
+DROPS_LAYERS = """
+import random
+
+import numpy as np
+
+
+class MaySkip(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand() if random.random() < 0.5 else x
+
+
+class Toy"""
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_layers_dropped_by_pythons_and_numpys_generators_repeat(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], mode: str
+) -> None:
+    change_recipe("class Toy", DROPS_LAYERS)
+    change_recipe("nn.Tanh()", "MaySkip(hidden, hidden)")
+    options = "training.gradient_accumulation=2", "training.activation_checkpointing={mode: MODE, classes: [MaySkip]}"
+    options = tuple(option.replace("MODE", mode) for option in options)[: 1 if mode == "none" else 2]
+    toy.train(f"experiment.output_dir={toy.folder}/whole", "training.gradient_accumulation=2")
+    toy.train(*options)
+    shutil.rmtree(toy.output / "checkpoints" / "step_00000010")
+    random.seed()  # another process has another state
+    np.random.seed()
+    toy.train(*options)
+    assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
+
+
+def test_a_recipe_that_draws_from_global_generators_repeats_itself(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe(
+        "    def inputs(",
+        "    def prepare_batch(self, batch, rng):\n"
+        "        import random, numpy as np\n"
+        "        noise = torch.rand(()) + random.random() + np.random.rand()\n"
+        "        return {**batch, 'x': batch['x'] + 0.1 * noise}\n\n    def inputs(",
+    )
+    toy.train(f"experiment.output_dir={toy.folder}/whole")
+    toy.train()
+    shutil.rmtree(toy.output / "checkpoints" / "step_00000010")
+    random.seed()  # another process has another state
+    np.random.seed()
+    toy.train()
+    assert tensors(toy.output, 10) == tensors(toy.folder / "whole", 10)
 
 
 def test_kill_minus_nine_loses_nothing(toy: ToyRun, gate: Gate) -> None:

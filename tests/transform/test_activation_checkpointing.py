@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +116,42 @@ def test_gradients_and_names_stay(build: Any, mode: str, options: dict[str, Any]
         assert torch.equal(value, wanted)
     assert num_recomputed() - before == len(applied)
     assert [*model.state_dict(), *dict(model.named_modules())] == names
+
+
+class DropsLayers(nn.Module):
+    """Decides by the generators of Python and NumPy what it computes, in different ways."""
+
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.draw, self.first, self.second = draw, MLP(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = random.random() if self.draw == "python" else np.random.randn()  # which numpy draws in pairs
+        x = x + self.first(x) if number > 0.4 else x + self.second(self.first(x))
+        return x * (random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize("draw", ["python", "numpy"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_layers_that_were_dropped_are_dropped_again(mode: str, draw: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(DropsLayers(draw) for _ in range(8))), torch.randn(2, 8, WIDTH)
+
+    def run(seed: int) -> tuple[list[Tensor | None], float]:
+        random.seed(seed), np.random.seed(seed)
+        model(inputs).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return gradients, random.random() + np.random.rand()
+
+    expected = [run(seed) for seed in range(4)]
+    apply_activation_checkpointing(model, ParallelPlan(blocks=tuple(map(str, range(8)))), settings(mode))
+    for seed, (gradients, next_number) in enumerate(expected):
+        found, number = run(seed)
+        assert number == next_number  # the backward has not disturbed what comes after it
+        for value, wanted in zip(found, gradients, strict=True):
+            assert (value is None) == (wanted is None)
+            assert value is None or wanted is None or torch.equal(value, wanted)
 
 
 @pytest.mark.parametrize("build", MODELS)
