@@ -62,7 +62,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
             raise
         raise UserError(
             f"launch.nodes = {launch.nodes}: other machines did not connect in time, or the connection was lost "
-            f"({str(error).splitlines()[0]}); run the same command on all of them, with MASTER_ADDR = {world.address}"
+            f"({str(error).splitlines()[0]}); run the same command on all of them, with "
+            f"MASTER_ADDR = {world.address}, MASTER_PORT = {world.port}"
         ) from None
     finally:
         logging.disable(logging.NOTSET)

@@ -40,7 +40,7 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
     are made, so that a run that it refuses leaves no folder.
     """
     _exit_with_launcher(world)
-    board = connect_to_board(world)
+    board = connect_to_board(world, run.config.distributed.init_timeout)
     if board.check([FINAL_EXIT_CODE]):
         os._exit(int(board.get(FINAL_EXIT_CODE)))
     path, output_dir = log_path(run, world.rank), run.config.output_dir
