@@ -26,6 +26,9 @@ HANG_REPORT = "hang report of {}"
 _OPENED_BY_SHOAL = "opened by shoal"
 """The key that every board has which `open_board` has opened. The stores of other programs do not have it."""
 
+_ANSWER_SECONDS = 60.0
+"""How long something that listens may take to answer as a board does. A board answers at once."""
+
 
 def connect_to_board(world: World, timeout_seconds: float = 300) -> Any:
     """Returns this process's connection to the board. Rank 0 opens the board, unless the launcher has.
@@ -115,6 +118,7 @@ def _find_board(address: str, port: int, timeout_seconds: float, opened_by_shoal
         time.sleep(0.05)
     if listens:
         problem = "what listens there is not the board of a shoal run"
+        deadline = min(deadline, time.monotonic() + _ANSWER_SECONDS)
         board = _connect_store(address, port, deadline)
     while board is not None:
         if not opened_by_shoal or board.check([_OPENED_BY_SHOAL]):
@@ -124,9 +128,8 @@ def _find_board(address: str, port: int, timeout_seconds: float, opened_by_shoal
             break
         time.sleep(0.05)
     raise UserError(
-        f"MASTER_ADDR = {address}, MASTER_PORT = {port}: {problem}, after {timeout_seconds:g} s "
-        "(distributed.init_timeout); run the same command on every machine, with the address and a free port of the "
-        "first machine"
+        f"MASTER_ADDR = {address}, MASTER_PORT = {port}: {problem} (distributed.init_timeout = {timeout_seconds:g} s); "
+        "run the same command on every machine, with the address and a free port of the first machine"
     )
 
 

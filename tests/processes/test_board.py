@@ -83,20 +83,17 @@ def listener(kind: str) -> Iterator[int]:
     ("kind", "problem"),
     [
         ("nothing", "cannot be connected to"),
-        ("a program that says nothing", "what listens there is not the board of a shoal run"),
         ("a web server", "what listens there is not the board of a shoal run"),
         ("a store of another program", "what listens there is not the board of a shoal run"),
     ],
 )
-def test_a_wrong_address_is_named_within_the_timeout(
-    kind: str, problem: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_address_is_named_within_the_timeout(kind: str, problem: str) -> None:
+    """tests/launch has a program that says nothing, for which torch would wait forever."""
     with listener(kind) as port, pytest.raises(UserError) as refused:
         connect_to_board(World(1, 2, address="127.0.0.1", port=port), timeout_seconds=1)
     text = str(refused.value)
     assert text.startswith(f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: {problem}")
-    assert "(distributed.init_timeout); run the same command" in text
-    assert capfd.readouterr().err == "", "torch's messages are hidden"
+    assert "(distributed.init_timeout = 1 s); run the same command" in text
 
 
 def test_a_board_that_is_opened_later_is_found() -> None:
