@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run
 from shoal.errors import UserError
+from shoal.launch.guard import guarded_workers
 from shoal.launch.worker import FINAL_EXIT_CODE, log_path
 from shoal.processes.board import HANG_REPORT, connect_to_board
 from shoal.processes.detect import detect_launchers, is_worker
@@ -54,7 +55,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"
         )  # torch's 30 s do not suffice to save large models
         logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
-        return _run_until_it_ends(run, world.rank, board, arguments)
+        with guarded_workers(float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])):
+            return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except dist.DistError as error:

@@ -93,7 +93,10 @@ def _exit_after_rank_0(world: World) -> None:
 
 
 def _exit_with_launcher(world: World) -> None:
-    """On Linux, makes this process get SIGTERM when its launcher is killed, so that it saves and exits."""
+    """On Linux, makes this process get SIGTERM when its launcher is killed, so that it saves and exits.
+
+    A process that is stopped at that time gets the signal when shoal.launch.guard continues it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     if world.launcher_pid not in (None, os.getppid()):
