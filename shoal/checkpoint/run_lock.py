@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 3.0
@@ -158,7 +158,8 @@ class RunLock:
             if not has_reported and watched_seconds > 2.5 * HEARTBEAT_SECONDS:
                 left = f"{wait_seconds - watched_seconds:.0f} s"
                 who = holder or "an unknown run"
-                print(f"shoal: {self.folder} is held by {who}, without a heartbeat; waiting {left}", file=sys.stderr)
+                line = printable(f"shoal: {self.folder} is held by {who}, without a heartbeat; waiting {left}")
+                print(line, file=sys.stderr)
                 has_reported = True
             if holder and holder.is_dead():
                 return text

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 from shoal.launch.guard import guarded_workers
 from shoal.launch.worker import FINAL_EXIT_CODE, log_path
 from shoal.processes.board import HANG_REPORT, connect_to_board
@@ -92,9 +92,8 @@ def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]
         board.compare_set("attempt", str(attempt), str(attempt + 1))
         restarting = f"starting again, from the last checkpoint if there is one ({attempt + 1} of {max_restarts})"
         next_action = restarting if attempt < max_restarts else f"giving up after {max_restarts} restarts"
-        print(
-            f"shoal: {_describe_cause(exit_codes, run, board, report_key)}; {next_action}", file=sys.stderr, flush=True
-        )
+        cause = printable(_describe_cause(exit_codes, run, board, report_key))
+        print(f"shoal: {cause}; {next_action}", file=sys.stderr, flush=True)
     return 1
 
 

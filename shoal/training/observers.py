@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Run
+from shoal.errors import one_line
 from shoal.observe.console import Console
 from shoal.observe.loggers import Loggers, RetryingFile, open_loggers
 from shoal.observe.profiler import Profiler
@@ -30,7 +31,7 @@ class Warnings:
         if self._console is None:
             self._waiting.append(warning)
         else:
-            self._console.line(f"warning: {warning}")
+            self._console.line(f"warning: {one_line(warning, limit=10_000)}")
 
     def show_on(self, console: Console) -> None:
         self._console = console
