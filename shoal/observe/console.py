@@ -75,10 +75,15 @@ class Console(AbstractContextManager["Console"]):
         in_the_bar = all(name.startswith("train/") for name in metrics)
         self.line("  ".join(fields), only_copy=in_the_bar and self._live is not None)
 
-    def line(self, text: str, only_copy: bool = False) -> None:
+    @property
+    def is_off(self) -> bool:
+        """True if nothing is printed."""
+        return self._mode == "off"
+
+    def line(self, text: str, only_copy: bool = False, to_copy: bool = True) -> None:
         """Prints a line, or writes it only to the copy. A caller may pass several lines as one text."""
         text = printable(text, keep="\n\t")
-        if self._copy:
+        if self._copy and to_copy:
             print(text, file=self._copy, flush=True)
         if only_copy:
             return
