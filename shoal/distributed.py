@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint import DamagedCheckpoint, find_latest_checkpoint, step_folders
 from shoal.checkpoint import step_folder as checkpoint_path
 from shoal.config.schema_distributed import DDPConfig, FSDPConfig
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 from shoal.launch.spawn import run_function
 from shoal.processes.detect import detect
 from shoal.seeding import mix
@@ -138,7 +138,7 @@ def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
             if loop.strategy.is_main_process:
-                print(f"checkpoint {path.name} is damaged and passed over: {damage}", file=sys.stderr)
+                print(printable(f"checkpoint {path.name} is damaged and passed over: {damage}"), file=sys.stderr)
     if damages:
         raise UserError(
             f"output_dir = {str(output_dir)!r}: all {len(damages)} checkpoints are damaged ({damages[0]}); move them "

@@ -49,13 +49,18 @@ def make_empty_folder(path: Path) -> None:
 def swap_in(beside: Path, target: Path) -> None:
     """Renames `beside`, which was written completely, to `target`.
 
-    A folder with the target's name is moved away first, because a rename cannot replace a folder.
+    A folder with the target's name is moved away first, because a rename cannot replace a folder. It is put back if
+    the second rename fails.
     """
     if target.is_dir():
         old = target.with_name(f".{target.name}.old")
         discard(old)
         target.rename(old)
-        beside.rename(target)
+        try:
+            beside.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
         discard(old)
     else:
         beside.replace(target)

@@ -65,6 +65,8 @@ class CheckpointManager:
         """The step of the last call of `save`, whether or not it succeeded."""
         self.saved_step = 0
         """The step of the last checkpoint that was published."""
+        self.rotation_error: OSError | None = None
+        """Why the last rotation did not remove all that it should have. The next one tries again."""
 
     def path_of(self, step: int) -> Path:
         """Returns the folder of a step's checkpoint."""
@@ -110,8 +112,13 @@ class CheckpointManager:
             self.saved_step = step = trainer["step"]
             self._metrics[step] = _comparable_metrics(trainer)
             if self.is_main_process:
-                damage_note(self.path_of(step)).unlink(missing_ok=True)
-                self._rotate(step)
+                self.rotation_error = None
+                try:
+                    damage_note(self.path_of(step)).unlink(missing_ok=True)
+                    self._finish_half_done()
+                    self._rotate(step)
+                except OSError as error:  # the checkpoint is published all the same
+                    self.rotation_error = error
 
     def _rotate(self, saved_step: int) -> None:
         """Removes the checkpoints up to a step that need not be kept."""
@@ -123,8 +130,10 @@ class CheckpointManager:
             step = step_of(path)
             outdated_damage = self._metrics.get(step, {}) is None and step < oldest_of_last
             if (step in values and step not in keep) or (outdated_damage and not _is_every_nth(step, self.keep_every)):
-                with suppress(OSError):  # the next rotation tries again
+                try:
                     remove_checkpoint(path)
+                except OSError as error:
+                    self.rotation_error = error
 
     def mark_damaged(self, path: Path) -> None:
         """Counts a checkpoint as damaged from now on, although its manifest is whole."""
@@ -153,8 +162,15 @@ class CheckpointManager:
         return ALL.broadcast([(step, values[step] or 0.0) for step in best_first(values, self.mode)])
 
     def clean(self) -> None:
-        """Finishes or removes what a killed run left half done. Only the run that holds the folder may call it."""
-        for hidden in sorted(self.folder.glob(".step_*")) if self.is_main_process else ():
+        """Finishes or removes what a killed run left half done. Only the run that holds the folder may call it.
+
+        All ranks call it, and none returns before it is done: they must see the same checkpoints afterwards.
+        """
+        ALL.run_on_rank_0(self._finish_half_done)
+
+    def _finish_half_done(self) -> None:
+        """Finishes or removes what a killed run, or an error in this one, left half done."""
+        for hidden in sorted(self.folder.glob(".step_*")):
             target = self.folder / hidden.stem.removeprefix(".")
             if hidden.suffix == ".old" and not target.exists():  # the run was killed while it replaced this one
                 hidden.rename(target)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 3.0
@@ -154,11 +154,10 @@ class RunLock:
         watched_since, has_reported = time.monotonic(), False
         while (watched_seconds := time.monotonic() - watched_since) < wait_seconds:
             if not has_reported and watched_seconds > 2.5 * HEARTBEAT_SECONDS:
-                print(
-                    f"shoal: {self.folder} is held by {holder or 'an unknown run'}, without a heartbeat; waiting "
-                    f"{wait_seconds - watched_seconds:.0f} s",
-                    file=sys.stderr,
-                )
+                left = f"{wait_seconds - watched_seconds:.0f} s"
+                who = holder or "an unknown run"
+                line = printable(f"shoal: {self.folder} is held by {who}, without a heartbeat; waiting {left}")
+                print(line, file=sys.stderr)
                 has_reported = True
             if holder and holder.is_dead():
                 return text

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
+from shoal.errors import printable
 
 if TYPE_CHECKING:
     from shoal.config import Run
@@ -60,24 +61,25 @@ def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
-        print("resume with ", shlex.join([*command, *overrides]), flush=True)
+        print("resume with ", printable(shlex.join([*command, *overrides])), flush=True)
         return
     if outcome.preview:
-        print(f"\na sample\n{'─' * 60}\n{outcome.preview}\n{'─' * 60}")
+        sample = printable(outcome.preview, keep="\n\t")
+        print(f"\na sample\n{'─' * 60}\n{sample}\n{'─' * 60}")
     if outcome.first_step == outcome.step:
         print(f"already finished at step {outcome.step}")
     else:
         losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
         print(f"finished at step {outcome.step}, {', '.join(losses)}")
-    print("run folder  ", outcome.output_dir)
+    print("run folder  ", printable(str(outcome.output_dir)))
     if outcome.first_step < outcome.step < outcome.total_steps:
         print(f"the data ended before step {outcome.total_steps}")
     else:
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
         others = [override for override in overrides if not override.startswith(f"training.{key}=")]
-        print("train on    ", shlex.join([*command, *others, f"training.{key}={value}"]))
-    print("plot with   ", shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)]))
+        print("train on    ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
+    print("plot with   ", printable(shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)])))
 
 
 def _command(name: str) -> str:

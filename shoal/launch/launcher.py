@@ -19,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import Run
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
+from shoal.launch.guard import guarded_workers
 from shoal.launch.worker import FINAL_EXIT_CODE, log_path
 from shoal.processes.board import HANG_REPORT, connect_to_board
 from shoal.processes.detect import detect_launchers
@@ -48,7 +49,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
         # torch's 30 s do not suffice to save large models.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         logging.disable(logging.ERROR)  # hides messages of torch's launcher; shoal prints one line instead
-        return _run_until_it_ends(run, world.rank, board, arguments)
+        with guarded_workers(float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])):
+            return _run_until_it_ends(run, world.rank, board, arguments)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except dist.DistError as error:
@@ -56,7 +58,8 @@ def start(run: Run, arguments: Sequence[str]) -> int:
             raise
         raise UserError(
             f"launch.nodes = {launch.nodes}: other machines did not connect in time, or the connection was lost "
-            f"({str(error).splitlines()[0]}); run the same command on all of them, with MASTER_ADDR = {world.address}"
+            f"({str(error).splitlines()[0]}); run the same command on all of them, with "
+            f"MASTER_ADDR = {world.address}, MASTER_PORT = {world.port}"
         ) from None
     finally:
         logging.disable(logging.NOTSET)
@@ -82,9 +85,8 @@ def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]
         board.compare_set("attempt", str(attempt), str(attempt + 1))
         restarting = f"starting again, from the last checkpoint if there is one ({attempt + 1} of {max_restarts})"
         next_action = restarting if attempt < max_restarts else f"giving up after {max_restarts} restarts"
-        print(
-            f"shoal: {_describe_cause(exit_codes, run, board, report_key)}; {next_action}", file=sys.stderr, flush=True
-        )
+        cause = printable(_describe_cause(exit_codes, run, board, report_key))
+        print(f"shoal: {cause}; {next_action}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -125,6 +127,8 @@ def _run_in_child(
     args: Sequence[Any],
 ) -> None:
     """Calls the function as one rank, and writes its result or its error into a file of `folder`."""
+    if sys.platform == "linux":  # a thread could not end a process that is stopped, or that holds the GIL
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the kernel kills it when its parent dies
     threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
     os.environ |= {name: str(value) for name, value in variables.items()}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import traceback
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint import step_folders
 from shoal.config import Run
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line, printable
 from shoal.processes.board import board_section, connect_to_board
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
@@ -40,7 +41,7 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
     are made, so that a run that it refuses leaves no folder.
     """
     _exit_with_launcher(world)
-    board = connect_to_board(world)
+    board = connect_to_board(world, run.config.distributed.init_timeout)
     if board.check([FINAL_EXIT_CODE]):
         os._exit(int(board.get(FINAL_EXIT_CODE)))
     path, output_dir = log_path(run, world.rank), run.config.output_dir
@@ -57,7 +58,7 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
     except Exception as error:
         is_user_error = isinstance(error, UserError | PermissionError)
         hide_traceback = is_user_error and "--debug" not in sys.argv
-        text = f"shoal: error: {error}\n" if hide_traceback else traceback.format_exc()
+        text = f"shoal: error: {one_line(error, limit=10_000)}\n" if hide_traceback else _format_traceback()
         with suppress(OSError), path.open("a") as file:
             file.write(text)
         if is_lost_peer_error(error):
@@ -69,6 +70,11 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
                 board.set(FINAL_EXIT_CODE, str(code))
         sys.stdout.flush()
         os._exit(code)
+
+
+def _format_traceback() -> str:
+    """Returns the traceback of the current exception; no line of it looks like one that shoal prints."""
+    return re.sub(r"^(?=shoal:|warning:)", "  ", printable(traceback.format_exc(), keep="\n\t"), flags=re.MULTILINE)
 
 
 def _open_log(path: Path, run: Run) -> TextIO:
@@ -93,7 +99,10 @@ def _exit_after_rank_0(world: World) -> None:
 
 
 def _exit_with_launcher(world: World) -> None:
-    """On Linux, makes this process get SIGTERM when its launcher is killed, so that it saves and exits."""
+    """On Linux, makes this process get SIGTERM when its launcher is killed, so that it saves and exits.
+
+    A process that is stopped at that time gets the signal when shoal.launch.guard continues it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     if world.launcher_pid not in (None, os.getppid()):

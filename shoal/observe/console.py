@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config.schema import ConsoleMode
+from shoal.errors import printable
 from shoal.observe.loggers import RetryingFile
 
 _REDRAW_SECONDS = 0.25
@@ -74,17 +75,24 @@ class Console(AbstractContextManager["Console"]):
         in_the_bar = all(name.startswith("train/") for name in metrics)
         self.line("  ".join(fields), only_copy=in_the_bar and self._live is not None)
 
-    def line(self, text: str, only_copy: bool = False) -> None:
-        """Prints a line, or writes it only to the copy."""
-        if self._copy:
+    @property
+    def is_off(self) -> bool:
+        """True if nothing is printed."""
+        return self._mode == "off"
+
+    def line(self, text: str, only_copy: bool = False, to_copy: bool = True) -> None:
+        """Prints a line, or writes it only to the copy. A caller may pass several lines as one text."""
+        text = printable(text, keep="\n\t")
+        if self._copy and to_copy:
             print(text, file=self._copy, flush=True)
         if only_copy:
             return
         if self._live:
-            self._terminal.print(text, markup=False, highlight=False)
+            self._terminal.print(text, markup=False, highlight=False, emoji=False)
         elif self._mode == "plain":
+            encoding = getattr(self._file, "encoding", None) or "utf-8"
             with suppress(OSError):  # a file on a full disk, or a closed pipe
-                print(text, file=self._file, flush=True)
+                print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._file, flush=True)
 
     def _redraw(self) -> None:
         now = time.perf_counter()
@@ -153,7 +161,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 def _format(name: str, value: float) -> str:
     if name in _FORMATS:
         return _FORMATS[name](value)
-    words = name.removeprefix("train/").replace("/", " ").replace("_", " ")
+    words = printable(name).removeprefix("train/").replace("/", " ").replace("_", " ")
     if words.endswith(" per second"):
         return f"{_short(value)} {words.removesuffix(' per second')}/s"
     return f"{words} {value:.4g}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -20,17 +23,30 @@ HANG_REPORT = "hang report of {}"
 (machine, process id) of all processes that no longer answer."""
 
 
+_OPENED_BY_SHOAL = "opened by shoal"
+"""The key that every board has which `open_board` has opened. The stores of other programs do not have it."""
+
+_ANSWER_SECONDS = 60.0
+"""How long something that listens may take to answer as a board does. A board answers at once."""
+
+
 def connect_to_board(world: World, timeout_seconds: float = 300) -> Any:
     """Returns this process's connection to the board. Rank 0 opens the board, unless the launcher has.
 
-    The other ranks wait up to `timeout_seconds` for it. If somebody else made the process group, the board is the
-    store of that group.
+    The other ranks wait up to `timeout_seconds` for it, and raise UserError if there is none. If somebody else made
+    the process group, the board is the store of that group.
     """
     if world.group == "made":
         return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
         return _opened_board(world.address, world.port, world.on_one_machine)
-    return _found_board(world.address, world.port, timeout_seconds)
+    place = (world.address, world.port)
+    if place not in _found_boards:
+        # A launcher other than shoal's, such as torchrun, opens a store without the key.
+        board = _find_board(*place, timeout_seconds, opened_by_shoal=not world.launcher_keeps_board)
+        _found_boards.clear()
+        _found_boards[place] = board
+    return _found_boards[place]
 
 
 def board_section(world: World, purpose: str) -> Any:
@@ -73,7 +89,7 @@ def open_board(address: str, port: int, loopback_only: bool) -> Any:
             f"MASTER_PORT = {port}: this machine cannot listen on it ({error.strerror}); choose another port"
         ) from None
     # With multi_tenant, torch's launcher in the same process uses this store instead of opening its own.
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    board = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],
         is_master=True,
@@ -81,12 +97,76 @@ def open_board(address: str, port: int, loopback_only: bool) -> Any:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
+    board.set(_OPENED_BY_SHOAL, "")
+    return board
 
 
 _opened_board = cache(open_board)  # stays open until the process ends, because other processes may still read it
 
 
-@lru_cache(maxsize=1)  # one connection per process, however often it is asked for
-def _found_board(address: str, port: int, timeout_seconds: float) -> Any:
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+_found_boards: dict[tuple[str, int], Any] = {}
+"""The connection to the board that another process keeps, by address and port: one for each process."""
+
+
+def _find_board(address: str, port: int, timeout_seconds: float, opened_by_shoal: bool) -> Any:
+    """Connects to the board that another process keeps. Raises UserError if there is none within the timeout."""
+    deadline = time.monotonic() + timeout_seconds
+    problem = "cannot be connected to"
+    board = None
+    # torch prints pages for each failed attempt, so it is asked only once something listens.
+    while not (listens := _something_listens(address, port)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if listens:
+        problem = "what listens there is not the board of a shoal run"
+        deadline = min(deadline, time.monotonic() + _ANSWER_SECONDS)
+        board = _connect_store(address, port, deadline)
+    while board is not None:
+        if not opened_by_shoal or board.check([_OPENED_BY_SHOAL]):
+            board.set_timeout(timedelta(seconds=timeout_seconds))
+            return board
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    raise UserError(
+        f"MASTER_ADDR = {address}, MASTER_PORT = {port}: {problem} (distributed.init_timeout = {timeout_seconds:g} s); "
+        "run the same command on every machine, with the address and a free port of the first machine"
+    )
+
+
+def _something_listens(address: str, port: int) -> bool:
+    """Returns whether a connection to an address can be opened."""
+    with suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
+
+
+def _connect_store(address: str, port: int, deadline: float) -> Any:
+    """Returns torch's connection to a store, or None if what listens does not answer like one before the deadline."""
+    stores: list[Any] = []
+
+    def connect(timeout_seconds: float) -> None:
+        with suppress(dist.DistError, ValueError):
+            timeout = timedelta(seconds=timeout_seconds)
+            stores.append(dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout))  # type: ignore[attr-defined]
+
+    # torch waits forever for a program that accepts the connection and says nothing, so a thread does the waiting.
+    # torch's own timeout is shorter than the wait for the thread: what it prints at its end is hidden too.
+    left = max(1.0, deadline - time.monotonic())
+    thread = threading.Thread(target=connect, args=(left / 2,), name="connecting to the board", daemon=True)
+    with _hidden_stderr():
+        thread.start()
+        thread.join(left)
+    return stores[0] if stores else None
+
+
+@contextmanager
+def _hidden_stderr() -> Iterator[None]:
+    """Discards what C++ code prints to standard error: torch prints a stack for each failed attempt to connect."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)

@@ -86,6 +86,9 @@ class Checkpoints:
         """Waits until nothing is being written."""
         with self._warns_if_unsaved():
             self.manager.wait()
+        if error := self.manager.rotation_error:
+            self.manager.rotation_error = None
+            self._warn(f"old checkpoints could not be removed: {error}; the next save tries again")
 
     @contextmanager
     def _warns_if_unsaved(self) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+import sys
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import Run
+from shoal.errors import one_line
 from shoal.observe.console import Console
 from shoal.observe.loggers import Loggers, RetryingFile, open_loggers
 from shoal.observe.profiler import Profiler
@@ -20,22 +22,56 @@ FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "tra
 
 
 class Warnings:
-    """Shows warnings on the console; those that come before there is one wait for it."""
+    """Shows warnings on the console, or on standard error if the console is off, and writes them to the log of rank 0.
 
-    def __init__(self) -> None:
+    Those that come before there is a console wait for it; the log has them at once.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        """`log` is the log file, which is made when the first warning comes.
+
+        Ranks other than 0 have the same warnings and pass no log; they show nothing.
+        """
+        self._log_path = log
+        self._log_file: RetryingFile | None = None
         self._waiting: list[str] = []
         self._console: Console | None = None
 
     def __call__(self, warning: str) -> None:
+        text = f"warning: {one_line(warning, limit=10_000)}"
+        self._write(text)
         if self._console is None:
-            self._waiting.append(warning)
+            self._waiting.append(text)
         else:
-            self._console.line(f"warning: {warning}")
+            self._show(text)
 
     def show_on(self, console: Console) -> None:
         self._console = console
-        for warning in self._waiting:
-            self(warning)
+        for text in self._waiting:
+            self._show(text)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Closes the log. Warnings that no console has shown, because the run failed before, go to standard error."""
+        for text in self._waiting:
+            self._show(text)
+        if self._log_file is not None:
+            self._log_file.close()
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a full disk is no reason to end
+            if self._log_path is not None and self._log_file is None:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log_file = RetryingFile(self._log_path)
+        if self._log_file is not None:
+            self._log_file.write(f"{text}\n")
+            self._log_file.flush()
+
+    def _show(self, text: str) -> None:
+        if self._console is not None and not self._console.is_off:
+            self._console.line(text, to_copy=False)
+        elif self._log_path is not None:
+            print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 from shoal.torch_private import CompileCounts, compile_counts
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
@@ -87,7 +87,7 @@ class Report:
     def __str__(self) -> str:
         rows = [*self._rows()]
         width = max(len(name) for name, _, _ in rows)
-        return "\n".join(f"{name:<{width}}  {what}{self._by(keys)}" for name, what, keys in rows)
+        return "\n".join(f"{name:<{width}}  {printable(what + self._by(keys))}" for name, what, keys in rows)
 
     def _by(self, keys: tuple[str, ...]) -> str:
         setters = dict.fromkeys(source_of(key, self.shell.run.sources) for key in keys)

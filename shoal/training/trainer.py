@@ -65,7 +65,9 @@ def open_shell(
     resources: ExitStack,
 ) -> Shell:
     """Opens all that a run is made of, one after another."""
-    config, warn = run.config, Warnings()
+    config = run.config
+    warn = Warnings(Path(config.output_dir) / "logs" / "rank_0.log" if strategy.is_main_process else None)
+    resources.callback(warn.close)
 
     def opening(what: str, step: int = 0) -> None:
         """Ends the run if any rank got a signal: there is nothing to save yet. Then tells the watchdog the phase."""

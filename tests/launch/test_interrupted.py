@@ -156,13 +156,20 @@ def test_a_signal_while_data_is_prepared(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_listens_on_loopback_only_and_killing_its_launcher_leaves_no_orphans(slow_toy: ToyRun) -> None:
+@pytest.mark.parametrize("stopped", [[1], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([], [0, 1]))])
+def test_a_run_listens_on_loopback_only_and_killing_its_launcher_leaves_no_orphans(
+    slow_toy: ToyRun, stopped: list[int]
+) -> None:
+    """Stopped ranks do not handle the signal that the kernel sends when the launcher dies."""
     with Launched(slow_toy, TWO, "training.max_steps=1000", "checkpoint.every=null") as run:
         run.until((slow_toy.output / "report.txt").exists)
         assert listening_addresses(run.alive()) == {"0100007F"}  # 127.0.0.1
+        for rank in stopped:
+            os.kill(run.ranks()[rank], signal.SIGSTOP)
         run.process.kill()
         assert run.nothing_left()
     assert find_latest_checkpoint(slow_toy.output), "the workers save before they exit"
+    assert not (slow_toy.output / "run.lock").exists()
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_the_configuration_of_the_elastic_launcher(
         (
             ["launch.nodes=2", "distributed.init_timeout=1"],
             NODES | {"NODE_RANK": "1"},  # nobody has opened the board
-            ["launch.nodes = 2: other machines did not connect in time", "MASTER_ADDR = 127.0.0.1"],
+            ["MASTER_ADDR = 127.0.0.1, MASTER_PORT = 1: cannot be connected to", "distributed.init_timeout"],
         ),
     ],
 )
@@ -156,6 +156,17 @@ def test_refused_before_a_process_starts(
             start(load_run(toy.config, overrides), [])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_second_machine_with_a_wrong_address_ends_with_one_line(toy: ToyRun) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "1"}
+        with Launched(toy, "launch.nodes=2", "distributed.init_timeout=1", **environment) as run:
+            assert run.wait() == 2
+    assert run.err.startswith(f"shoal: error: MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: what listens there")
+    assert run.err.count("\n") == 1
+    assert not toy.output.exists()
 
 
 JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zero.json"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import once_per_node, open_board
+from shoal.processes.board import connect_to_board, once_per_node, open_board
 from shoal.processes.detect import detect
+from shoal.processes.world import World
 
 
 def test_torch_uses_an_open_board_of_the_same_process() -> None:
@@ -46,3 +50,59 @@ def wait_twice() -> list[bool]:
 
 def test_a_task_of_one_process_is_waited_for_each_time(pool2: Any) -> None:
     assert pool2.run(wait_twice) == [[True, True]] * 2
+
+
+@contextlib.contextmanager
+def listener(kind: str) -> Iterator[int]:
+    """Yields a port on which nothing, or something other than a board, listens."""
+    if kind == "a store of another program":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield store.port
+        return
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the server was closed
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(10)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        if kind == "nothing":
+            server.close()
+        if kind == "a web server":
+            threading.Thread(target=answer, daemon=True).start()
+        yield port
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("nothing", "cannot be connected to"),
+        ("a web server", "what listens there is not the board of a shoal run"),
+        ("a store of another program", "what listens there is not the board of a shoal run"),
+    ],
+)
+def test_a_wrong_address_is_named_within_the_timeout(kind: str, problem: str) -> None:
+    """tests/launch has a program that says nothing, for which torch would wait forever."""
+    with listener(kind) as port, pytest.raises(UserError) as refused:
+        connect_to_board(World(1, 2, address="127.0.0.1", port=port), timeout_seconds=1)
+    text = str(refused.value)
+    assert text.startswith(f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: {problem}")
+    assert "(distributed.init_timeout = 1 s); run the same command" in text
+
+
+def test_a_board_that_is_opened_later_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    boards: list[Any] = []
+    opener = threading.Timer(0.3, lambda: boards.append(open_board("127.0.0.1", port, loopback_only=True)))
+    opener.start()
+    found = connect_to_board(World(1, 2, address="127.0.0.1", port=port), timeout_seconds=60)
+    opener.join()
+    boards[0].set("key", "value")
+    assert found.get("key") == b"value"
