@@ -14,7 +14,7 @@ from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
-from shoal.training.resume import Progress, load_checkpoint, restore
+from shoal.training.resume import Progress, load_checkpoint, restore, state_for
 from shoal.training.session import Session
 
 _PER_TENSOR_BYTES = 1000
@@ -106,7 +106,7 @@ class Checkpoints:
             damage = ""
             try:
                 checkpoint = open_checkpoint(self.manager.path_of(step))
-                state = checkpoint.checked_state(self.session.strategy.held())
+                state = state_for(self.run, checkpoint, self.session.strategy.held())
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):

@@ -22,6 +22,18 @@ def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> O
     return optimizer
 
 
+def kept_slots(training: TrainingConfig) -> set[str]:
+    """Returns the names of the tensors that the optimizer keeps for each parameter, such as exp_avg.
+
+    torch has no list of them, so an optimizer of one number takes a step, and its state is looked at.
+    """
+    number = torch.zeros(1, requires_grad=True)
+    number.grad = torch.zeros(1)
+    optimizer = build_optimizer(training, [{"params": [number]}])
+    optimizer.step()
+    return {slot for slot, value in optimizer.state[number].items() if isinstance(value, torch.Tensor)}
+
+
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

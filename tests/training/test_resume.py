@@ -20,7 +20,7 @@ from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 
-from shoal.checkpoint import find_latest_checkpoint
+from shoal.checkpoint import find_latest_checkpoint, open_checkpoint
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -301,6 +301,64 @@ def test_what_may_not_be_read_is_one_line(toy: ToyRun, locked: str, keys: list[s
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert re.search(words.format(toy.folder).replace("(", r"\("), result.stderr), result.stderr
+
+
+SGD_WITH_MOMENTUM = "{name: sgd, momentum: 0.9}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "was", "slots"),
+    [
+        ("sgd", "adamw", "name", "'sgd'", {"step", "exp_avg", "exp_avg_sq"}),
+        (SGD_WITH_MOMENTUM, "adamw", "name", "'sgd'", {"step", "exp_avg", "exp_avg_sq"}),
+        ("adamw", "sgd", "name", "'adamw'", set()),
+        ("adamw", SGD_WITH_MOMENTUM, "name", "'adamw'", {"momentum_buffer"}),
+        ("sgd", SGD_WITH_MOMENTUM, "momentum", "0.0", {"momentum_buffer"}),
+        (SGD_WITH_MOMENTUM, "sgd", "momentum", "0.9", set()),
+    ],
+)
+def test_another_optimizer_is_refused_or_starts_anew(
+    toy: ToyRun, capfd: pytest.CaptureFixture[str], before: str, after: str, key: str, was: str, slots: set[str]
+) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={before}")
+    changed = ("training.max_steps=6", f"training.optimizer={after}")
+    with pytest.raises(UserError, match=rf"^training\.optimizer\.{key} = .*saved with {was}.*allow_changed") as caught:
+        toy.train(*changed)
+    assert "\n" not in str(caught.value)
+    capfd.readouterr()
+    # Also when the weights of a step of the old optimizer are loaded at the end.
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best_model_at_end=true")
+    outcome = toy.train(*changed, f"checkpoint.allow_changed=[training.optimizer.{key}]", *best)
+    assert (outcome.first_step, outcome.step) == (4, 6)
+    assert "the optimizer starts with fresh state at step 4" in capfd.readouterr().out
+    stored = open_checkpoint(toy.output / "checkpoints" / "step_00000006").read().optimizer
+    assert {slot for tensors in stored.values() for slot in tensors} == slots
+    assert {tensors["step"].item() for tensors in stored.values() if "step" in tensors} <= {2.0}
+    assert toy.train("training.max_steps=8", changed[1]).first_step == 6  # now it is the same optimizer
+
+
+def test_state_of_an_optimizer_that_the_manifest_does_not_name_is_refused(toy: ToyRun) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={SGD_WITH_MOMENTUM}")
+    resigned(toy.output / "checkpoints" / "step_00000004", lambda manifest, _: manifest["config"].pop("training"))
+    with pytest.raises(UserError, match=r"training\.optimizer = 'adamw', .* 'slots momentum_buffer'"):
+        toy.train("training.max_steps=6")
+
+
+def test_a_checkpoint_whose_updates_were_all_skipped_is_resumed(toy: ToyRun) -> None:
+    """DeepSpeed makes its state in the first update that it does not skip."""
+    toy.train("training.max_steps=4")
+    folder = toy.output / "checkpoints" / "step_00000004"
+
+    def without_slots(manifest: dict[str, Any], trainer: dict[str, Any]) -> None:
+        manifest["tensors"] = {name: t for name, t in manifest["tensors"].items() if name.startswith("model/")}
+
+    resigned(folder, without_slots)
+    assert toy.train("training.max_steps=6").first_step == 4
+
+
+def test_another_momentum_needs_no_permission(toy: ToyRun) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={SGD_WITH_MOMENTUM}")
+    assert toy.train("training.max_steps=6", "training.optimizer={name: sgd, momentum: 0.8}").first_step == 4
 
 
 def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
