@@ -334,6 +334,18 @@ def test_latest_is_the_highest_step_not_the_newest_file(tmp_path: Path) -> None:
     assert find_latest_checkpoint(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("about", [ABOUT, {}], ids=["of a run", "of a hand-written loop"])
+def test_a_copy_under_the_name_of_another_step_is_damaged(tmp_path: Path, about: dict[str, Any]) -> None:
+    trainer = {"step": 2 if about else "the second"}
+    write_checkpoint(step_folder(tmp_path, 2), state(), trainer, about)
+    shutil.copytree(step_folder(tmp_path, 2), step_folder(tmp_path, 99))
+    shutil.copytree(step_folder(tmp_path, 2), tmp_path / "kept")
+    with pytest.raises(DamagedCheckpoint, match="it is the checkpoint of step 2"):
+        open_checkpoint(step_folder(tmp_path, 99))
+    assert find_latest_checkpoint(tmp_path) == step_folder(tmp_path, 2)
+    assert open_checkpoint(tmp_path / "kept").trainer == trainer  # a name that says no step
+
+
 # Sharded layouts
 
 SHAPES = {"even": (8, 4), "uneven": (7, 6), "few": (2, 5), "none": (0, 3)}

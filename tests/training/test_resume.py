@@ -114,6 +114,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(toy: ToyRun, capfd: 
     assert tensors(toy.output, 8) == whole
 
 
+def test_a_copy_under_the_name_of_another_step_is_passed_over(toy: ToyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    toy.train("training.max_steps=4")
+    checkpoints = toy.output / "checkpoints"
+    shutil.copytree(checkpoints / "step_00000002", checkpoints / "step_00000099")
+    capfd.readouterr()
+    assert toy.train("training.max_steps=6").first_step == 4
+    assert (
+        "step_00000099: it is the checkpoint of step 2, so the folder was copied or renamed" in capfd.readouterr().out
+    )
+    assert toy.train("training.max_steps=8").first_step == 6
+    with pytest.raises(UserError, match="copied or renamed"):
+        toy.train("training.max_steps=10", f"checkpoint.resume={checkpoints}/step_00000099")
+
+
 def damage(path: Path, how: str) -> None:
     data = bytearray(path.read_bytes())
     if how == "delete":
