@@ -216,6 +216,34 @@ def test_bad_configs_are_one_line_naming_the_key(tmp_path: Path, text: str, word
         assert word in message, message
 
 
+def _float_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys whose values may be floats."""
+    for key, field in section.model_fields.items():
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            annotations += get_args(annotation)
+            if annotation is float:
+                yield f"{prefix}{key}"
+            elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from _float_keys(annotation, f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
+    keys = sorted({*_float_keys(Config), "dataset.eval_fraction", "model.dropout"})
+    assert {"training.learning_rate", "distributed.timeout", "training.optimizer.betas"} <= {*keys}
+    for key in keys:
+        option, (parent, _, last) = f"{key}={value}", key.rpartition(".")
+        if parent in ("training.optimizer", "training.lr_scheduler"):
+            name = {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.get(last, "wsd")
+            number = f"[0.9, {value}]" if last == "betas" else value
+            option = f"{parent}={{name: {name}, {last}: {number}}}"
+        message = refuse(tmp_path, MINIMAL, option)
+        assert last in message, message
+        assert value.strip("-.") in message, message
+
+
 @pytest.mark.parametrize("override", ["training.max_steps", "=5", "training.max_steps=[", "training.max_stepz=3"])
 def test_wrong_overrides_are_refused_by_name(tmp_path: Path, override: str) -> None:
     assert override.partition("=")[0] in refuse(tmp_path, MINIMAL, override)
