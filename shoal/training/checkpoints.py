@@ -96,11 +96,11 @@ class Checkpoints:
         bad = [name for name in state.model if name in trained and not _is_finite(local_part(state.model[name]))]
         if self.session.strategy.any_rank(bool(bad)):
             self.wait()
-            good = self.manager.saved_step
+            good, name = self.manager.saved_step, bad[0] if bad else "of another rank"
             raise UserError(
-                f"parameter {bad[0] if bad else 'of another rank'} is not finite after step {step}, so the run stops and "
-                f"the step is not saved; lower training.learning_rate = {self.run.config.training.learning_rate:g}, or "
-                f"look at the data; " + (f"the last checkpoint is of step {good}" if good else "nothing is saved")
+                f"parameter {name} is not finite after step {step}, so the run stops and the step is not saved; lower "
+                f"training.learning_rate = {self.run.config.training.learning_rate:g}, or look at the data; "
+                + (f"the last checkpoint is of step {good}" if good else "nothing is saved")
             )
 
     def wait(self) -> None:
