@@ -43,8 +43,9 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.peers import ALL, Peers
 from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
-from shoal.checkpoint.pieces import StoredTensor, write_safetensors
+from shoal.checkpoint.pieces import StoredTensor, why_not_storable, write_safetensors
 from shoal.checkpoint.regions import Held, Region, WrongLayout, coverage_problem, local_region
+from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.types import TrainState
 
@@ -158,11 +159,15 @@ def assign_shards(state: TrainState, peers: Peers = ALL) -> dict[str, LocalShard
 
 
 def local_shards(state: TrainState) -> dict[str, LocalShard]:
-    """Returns the shards that this rank holds, by section and name, without those that have no elements."""
-    shards = {
-        name: LocalShard(tensor.dtype, tuple(tensor.shape), local_region(tensor), local_part(tensor))
-        for name, tensor in flatten(state).items()
-    }
+    """Returns the shards that this rank holds, by section and name, without those that have no elements.
+
+    Raises UserError if a checkpoint cannot hold a tensor.
+    """
+    shards: dict[str, LocalShard] = {}
+    for name, tensor in flatten(state).items():
+        if problem := why_not_storable(part := local_part(tensor)):
+            raise UserError(f"{name} {problem}")
+        shards[name] = LocalShard(tensor.dtype, tuple(tensor.shape), local_region(tensor), part)
     return {name: shard for name, shard in shards.items() if shard.region.numel or 0 in shard.shape}
 
 

@@ -1,4 +1,7 @@
-"""Optimizers by name. All are fused: one kernel updates all parameters, and can skip the update on the device."""
+"""Optimizers by name. All are fused: one kernel updates all parameters, and can skip the update on the device.
+
+torch has no fused kernels for complex parameters; a model that has some gets an optimizer that is not fused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from shoal.config.schema import SGD, TrainingConfig
 
 
 def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": True}
+    fused = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+    common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": fused}
     chosen = training.optimizer
     if isinstance(chosen, SGD):
         optimizer: Optimizer = torch.optim.SGD(groups, momentum=chosen.momentum, nesterov=chosen.nesterov, **common)

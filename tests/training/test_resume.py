@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
@@ -395,6 +396,52 @@ def test_another_schedule_than_the_checkpoints_is_said(toy: ToyRun, capfd: pytes
         "training.warmup_steps is 1 and was null: the learning rate was 0.001 at step 4 and is 0.00232 at step 5, "
         "where it would have been 0.001"
     ]
+
+
+WITH_OTHER_DTYPES = """
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.register_buffer("table", torch.full((3,), 1 + 2j, dtype=torch.complex128))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.uint16))
+        self.register_buffer("more", MORE)
+
+    def forward(self, x):
+        return (x * self.turn).real
+
+
+class Toy"""
+
+
+def test_a_model_with_complex_and_other_dtypes_is_trained_and_resumed(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("nn.Tanh()", "nn.Tanh(), Wave()")
+    change_recipe("class Toy", WITH_OTHER_DTYPES.replace("MORE", "None"))
+    toy.train(f"experiment.output_dir={toy.folder}/whole")
+    toy.train("checkpoint.keep_last=9")
+    for step in (6, 8, 10):
+        shutil.rmtree(toy.output / "checkpoints" / f"step_{step:08d}")
+    outcome = toy.train()
+    assert (outcome.first_step, outcome.step) == (4, 10)
+    ends = [open_checkpoint(o / "checkpoints" / "step_00000010").read() for o in (toy.output, toy.folder / "whole")]
+    assert ends[0].model["2.turn"].is_complex()
+    assert not torch.equal(ends[0].model["2.turn"], torch.ones(16, dtype=torch.complex64))
+    assert ends[0].model["2.table"].tolist() == [1 + 2j] * 3
+    assert ends[0].optimizer["2.turn"]["exp_avg"].is_complex()
+    torch.testing.assert_close(ends[0].model, ends[1].model, rtol=0, atol=0)
+    torch.testing.assert_close(ends[0].optimizer, ends[1].optimizer, rtol=0, atol=0)
+
+
+def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("nn.Tanh()", "nn.Tanh(), Wave()")
+    change_recipe("class Toy", WITH_OTHER_DTYPES.replace("MORE", "torch.eye(2).to_sparse()"))
+    with pytest.raises(UserError, match=r"^2\.more is stored in the layout sparse_coo; only dense"):
+        toy.train()
+    assert not (toy.output / "metrics.jsonl").exists()
 
 
 def test_rotation_keeps_the_last_k(toy: ToyRun) -> None:
