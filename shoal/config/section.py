@@ -24,8 +24,9 @@ def short_for(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=1 << 62)]
+NonNegative = Annotated[int, Field(ge=0, le=1 << 62)]
+"""The bound keeps numbers of steps and samples within the integers that torch and the system count with."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """A time to wait for. The bound, about 30 years, keeps it within what clocks of the system can count."""

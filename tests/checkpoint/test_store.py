@@ -392,7 +392,7 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_tensors_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="^model/w is stored in the layout sparse_coo"):
+    with pytest.raises(UserError, match=r"^model/w is stored in the layout sparse_coo"):
         write_checkpoint(tmp_path / "new", TrainState({"w": torch.eye(2).to_sparse()}, {}), {}, {})
     assert not [*tmp_path.iterdir()]
     assert why_not_storable(torch.ones(2)) is None
