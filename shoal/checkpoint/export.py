@@ -25,7 +25,8 @@ from shoal.checkpoint.folders import discard, flush, swap_in
 from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.latest import check_same_model
-from shoal.checkpoint.pieces import StoredTensor, write_safetensors
+from shoal.checkpoint.manifest import dtype_name
+from shoal.checkpoint.pieces import StoredTensor, dtype_in_files, write_safetensors
 from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, as_user_error, one_line
@@ -148,6 +149,9 @@ class Source:
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
     """Writes one safetensors file, and returns notes for the user."""
+    for name, dtype in source.dtypes.items():
+        if dtype_in_files(dtype) is None:
+            raise UserError(f"--to safetensors cannot hold {name}, which is {dtype_name(dtype)}; use --to torch")
     on_meta = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
     write_safetensors(path, on_meta, source.read)  # one tensor is in memory at a time
     _compare(source, load_file(path))

@@ -289,6 +289,8 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, rtol: float | None) ->
         return TensorDifference(name, problem=f"cannot be compared: {error}")
     if left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
         return None
+    if not _has_numbers(left.dtype) or not _has_numbers(right.dtype):
+        return TensorDifference(name, problem="differs, and torch cannot compute with its dtype")
     max_abs, largest = 0.0, 0.0
     # In chunks, because float64 takes several times the memory.
     for chunks in zip(left.split(_CHUNK_NUMEL), right.split(_CHUNK_NUMEL), strict=True):
@@ -299,6 +301,15 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, rtol: float | None) ->
         largest = max(largest, one.abs().nan_to_num(0, 0).max().item(), other.abs().nan_to_num(0, 0).max().item())
     relative = max_abs / largest if largest else max_abs
     return None if rtol is not None and relative <= rtol else TensorDifference(name, max_abs, relative)
+
+
+def _has_numbers(dtype: torch.dtype) -> bool:
+    """Returns whether torch can convert a dtype to float64 or complex128; it cannot for bits8 and the like."""
+    try:
+        torch.empty(1, dtype=dtype).to(torch.complex128 if dtype.is_complex else torch.float64)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _have_same_digest(a: StoredTensor, b: StoredTensor) -> bool:

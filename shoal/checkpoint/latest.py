@@ -95,11 +95,16 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
     """
     stored, current = _identity(checkpoint.manifest["config"]), _identity(config)
     for key in sorted({*stored, *current}):
-        if stored.get(key) != current.get(key) and not any(key == a or key.startswith(f"{a}.") for a in allowed):
+        if stored.get(key) != current.get(key) and not is_allowed(key, allowed):
             raise UserError(
                 f"{key} = {current.get(key)!r}, but {checkpoint.folder} was saved with {stored.get(key)!r}; "
                 f"set it back, choose another experiment.output_dir, or list it in checkpoint.allow_changed"
             )
+
+
+def is_allowed(key: str, allowed: list[str]) -> bool:
+    """Returns whether checkpoint.allow_changed lists a key, or a section that it is in."""
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:

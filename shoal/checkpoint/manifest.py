@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.pieces import MappedFiles, Piece, StoredTensor
+from shoal.checkpoint.pieces import MappedFiles, Piece, StoredTensor, is_storable
 from shoal.checkpoint.regions import Region, coverage_problem
 from shoal.errors import UserError
 from shoal.tensors import tensors_with_names
@@ -100,7 +100,7 @@ def parse_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, StoredTen
 def parse_dtype(name: str, text: Any) -> torch.dtype:
     """Returns the dtype that a manifest names for a tensor; the inverse of `dtype_name`."""
     dtype = getattr(torch, str(text), None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or not is_storable(dtype):
         raise ValueError(f"{name} has the unknown dtype {text!r}")
     return dtype
 

@@ -3,14 +3,19 @@
 A piece is a region of a tensor that is stored in one file. The writer of the safetensors library copies every tensor
 and holds Python's global lock while it writes, which would stop training; this writer does neither. Files are read by
 the library.
+
+A dtype that the installed version of the library does not know, such as complex128, is stored as bytes: as uint8 with
+one more dimension, which has the bytes of each element. The manifest names the dtype.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from io import FileIO
 from os import fsync
 from pathlib import Path
@@ -18,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from shoal.checkpoint.regions import Region, whole_region
@@ -26,21 +32,6 @@ from shoal.errors import UserError
 READ_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
 """The errors that opening a damaged file, or reading a tensor from it, may raise."""
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
 _CHUNK_BYTES = 1 << 24
 
 
@@ -76,10 +67,51 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+        file_dtype, shape = dtype_in_files(tensor.dtype), [*tensor.shape]
+        if file_dtype is None:
+            file_dtype, shape = "U8", [*shape, tensor.dtype.itemsize]
+        entries[name] = {"dtype": file_dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@cache
+def dtype_in_files(dtype: torch.dtype) -> str | None:
+    """Returns the name that the installed safetensors has for a dtype, such as F32; None if it cannot hold it.
+
+    The library is asked by saving two elements and loading them again, because its table of dtypes is private.
+    """
+    try:
+        data = save({"x": torch.empty(2, dtype=dtype)})
+        entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]
+        # Dtypes of less than a byte have other shapes in a file than in torch.
+        is_plain = entry["shape"] == [2] and entry["data_offsets"] == [0, 2 * dtype.itemsize]
+        return str(entry["dtype"]) if is_plain and load(data)["x"].dtype == dtype else None
+    except Exception:  # each version raises something else
+        return None
+
+
+def why_not_storable(tensor: Tensor) -> str | None:
+    """Returns why a checkpoint cannot hold a tensor, or None if it can."""
+    if tensor.layout != torch.strided:
+        return f"is stored in the layout {str(tensor.layout).removeprefix('torch.')}; only dense tensors can be saved"
+    if not is_storable(tensor.dtype):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"has the dtype {dtype}, which cannot be saved; keep it as a tensor of integers"
+    return None
+
+
+@cache
+def is_storable(dtype: torch.dtype) -> bool:
+    """Returns False for dtypes that are not just bytes (quantized ones), and for those that torch cannot copy."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about quantized dtypes, which new versions of torch deprecate
+            element = torch.empty(1, dtype=dtype)
+        return not element.is_quantized and element.copy_(torch.empty(1, dtype=dtype)).dtype == dtype
+    except RuntimeError:
+        return False
 
 
 def _write(file: FileIO, data: bytes | memoryview) -> str:
@@ -94,7 +126,18 @@ def _write(file: FileIO, data: bytes | memoryview) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a tensor; without a copy if it is contiguous and on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _from_bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor that was stored as bytes, or the tensor itself if it was not; the inverse of `tensor_bytes`."""
+    if tensor.dtype != torch.uint8 or not tensor.ndim or tensor.shape[-1] != dtype.itemsize:
+        return tensor
+    flat = tensor.contiguous().view(-1)
+    if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()  # a mapped file is aligned to 8 bytes, and torch crashes if complex128 is not to 16
+    return flat.view(dtype).view(tensor.shape[:-1])
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -158,6 +201,8 @@ class MappedFiles:
     def read(self, piece: Piece) -> Tensor:
         """Returns a piece, after comparing its shape, dtype and digest with the manifest."""
         tensor = self.tensor(piece.path, piece.key)
+        if piece.dtype != tensor.dtype:
+            tensor = _from_bytes(tensor, piece.dtype)
         if (tuple(tensor.shape), tensor.dtype) != (piece.region.shape, piece.dtype):
             raise self.damage(piece.path, ValueError(f"{piece.key} has another shape or dtype than in the manifest"))
         if piece not in self._checked and tensor_digest(tensor) != piece.sha256:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.checkpoint.folders import discard, flush, make_empty_folder, swap_in
+from shoal.checkpoint.folders import discard, flush, is_step_folder, make_empty_folder, step_of, swap_in
 from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, parse_base
 from shoal.checkpoint.manifest import (
     FORMAT,
@@ -43,8 +43,9 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.peers import ALL, Peers
 from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
-from shoal.checkpoint.pieces import StoredTensor, write_safetensors
+from shoal.checkpoint.pieces import StoredTensor, why_not_storable, write_safetensors
 from shoal.checkpoint.regions import Held, Region, WrongLayout, coverage_problem, local_region
+from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.types import TrainState
 
@@ -158,11 +159,15 @@ def assign_shards(state: TrainState, peers: Peers = ALL) -> dict[str, LocalShard
 
 
 def local_shards(state: TrainState) -> dict[str, LocalShard]:
-    """Returns the shards that this rank holds, by section and name, without those that have no elements."""
-    shards = {
-        name: LocalShard(tensor.dtype, tuple(tensor.shape), local_region(tensor), local_part(tensor))
-        for name, tensor in flatten(state).items()
-    }
+    """Returns the shards that this rank holds, by section and name, without those that have no elements.
+
+    Raises UserError if a checkpoint cannot hold a tensor.
+    """
+    shards: dict[str, LocalShard] = {}
+    for name, tensor in flatten(state).items():
+        if problem := why_not_storable(part := local_part(tensor)):
+            raise UserError(f"{name} {problem}")
+        shards[name] = LocalShard(tensor.dtype, tuple(tensor.shape), local_region(tensor), part)
     return {name: shard for name, shard in shards.items() if shard.region.numel or 0 in shard.shape}
 
 
@@ -235,6 +240,7 @@ def _publish_manifest(
     manifest = {
         "format": FORMAT if "base" in about else 1,
         "versions": {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **({"step": step_of(folder)} if is_step_folder(folder) else {}),
         **about,
         "files": files,
         "tensors": _join_pieces([piece for _, pieces in written for piece in pieces]),
@@ -274,6 +280,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         text = (folder / TRAINER).read_bytes()
         if hashlib.sha256(text).hexdigest() != manifest["files"][TRAINER]["sha256"]:
             raise ValueError(f"{TRAINER} does not match its digest")
-        return Checkpoint(folder, manifest, json.loads(text), tensors, base)
+        checkpoint = Checkpoint(folder, manifest, json.loads(text), tensors, base)
+        _check_name(checkpoint)
+        return checkpoint
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: {error}") from None
+
+
+def _check_name(checkpoint: Checkpoint) -> None:
+    """Raises ValueError if a step folder has the name of another step: a run would go back to the step inside.
+
+    In a hand-written loop `step` in trainer.json means what its author wants, so there only the manifest counts.
+    """
+    if not is_step_folder(checkpoint.folder):
+        return
+    steps = [checkpoint.manifest.get("step")]
+    steps += [checkpoint.trainer.get("step")] if "config" in checkpoint.manifest else []
+    for step in steps:
+        if type(step) is int and step != step_of(checkpoint.folder):
+            raise ValueError(f"it is the checkpoint of step {step}, so the folder was copied or renamed")

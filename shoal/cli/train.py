@@ -71,6 +71,8 @@ def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str
     else:
         losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
         print(f"finished at step {outcome.step}, {', '.join(losses)}")
+        if skipped := outcome.metrics.get("train/skipped_steps"):
+            print(f"{skipped:g} of {outcome.step} updates were skipped because their gradient was not finite")
     print("run folder  ", printable(str(outcome.output_dir)))
     if outcome.first_step < outcome.step < outcome.total_steps:
         print(f"the data ended before step {outcome.total_steps}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.cau
 """The recipes that have a short name."""
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 """The sections whose keys the recipe declares."""
+_CLASS_PATH = re.compile(r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
+"""`package.module:Class`, each part a name of Python."""
 DEFAULT = "default"
 """The source of values that neither a file nor the command line sets."""
 
@@ -110,26 +113,29 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
     """Returns the class for `recipe: NAME` or `recipe: module:Class`, also from the current folder or `import_from`."""
-    where = f"{named('recipe', sources)} = {name!r}"
+    where = f"{named('recipe', sources)} = {name!r:.200}"
     choices = f"one of {', '.join(RECIPES)}, or to your own as package.module:Class"
     if name is None:
         raise UserError(f"recipe is missing; set it to {choices}")
-    if not isinstance(name, str) or (name not in RECIPES and name.count(":") != 1):
-        raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name), RECIPES)}")
+    if not isinstance(name, str) or not (name in RECIPES or _CLASS_PATH.match(name)):
+        raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name)[:100], RECIPES)}")
     module_name, class_name = RECIPES.get(name, name).split(":")
     if name not in RECIPES:  # an export of an untrusted checkpoint must not import from the current folder
         sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.split(".")[0]):
+        if not f"{module_name}.".startswith(f"{error.name}."):  # something that the recipe's module imports
             raise
         raise UserError(
             f"{where}: no module {error.name!r} in the config's folder, {Path.cwd()} or the Python path"
         ) from None
     if not hasattr(module, class_name):
         raise UserError(f"{where}: {module_name} has no {class_name!r}{_did_you_mean(class_name, dir(module))}")
-    return getattr(module, class_name)
+    recipe_type = getattr(module, class_name)
+    if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
+        raise UserError(f"{where}: {class_name} is not a recipe; make it a subclass of shoal.recipes.Recipe")
+    return recipe_type
 
 
 def _did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shoal.config.section import NonNegative, Positive, Section, refuse_if
+from shoal.config.section import NonNegative, Positive, Seconds, Section, refuse_if
 
 MeshSize = Annotated[
     int,
@@ -236,10 +236,10 @@ class DistributedConfig(Section):
     cpu`."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The backend of collectives. `auto`: NCCL on GPUs, gloo on CPUs. Ranks that share a GPU need `gloo`."""
-    timeout: Annotated[float, Field(gt=0)] = 600.0
+    timeout: Seconds = 600.0
     """Seconds after which a rank that makes no progress counts as hung: the run names it and restarts. Must be longer
     than the slowest evaluation sample, save or compilation of a rank."""
-    init_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    init_timeout: Seconds = 1800.0
     """The same until all ranks have finished their first step, because models are loaded and compiled first."""
     desync_steps: Positive | None = 100
     """Check after every n-th step that replicas are equal and that ranks took the samples they should. `null`:

@@ -24,15 +24,23 @@ def short_for(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=1 << 62)]
+NonNegative = Annotated[int, Field(ge=0, le=1 << 62)]
+"""The bound keeps numbers of steps and samples within the integers that torch and the system count with."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""A time to wait for. The bound, about 30 years, keeps it within what clocks of the system can count."""
 
 
 class Section(BaseModel):
-    """The base class of all sections. It refuses unknown keys, values of the wrong type, and contradictions."""
+    """The base class of all sections. It refuses unknown keys, values of the wrong type, and contradictions.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    It also refuses infinity and NaN: no key has a use for them, and an infinite learning rate gives weights of NaN.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
         """Returns pairs (condition, message) about values that do not fit together.

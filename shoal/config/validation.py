@@ -35,10 +35,10 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         return f"{named('.'.join([*keys, str(error['loc'][-1])]), sources)} is missing"
     name, message = named(".".join(keys), sources), error["msg"]
     if error["type"] == "union_tag_invalid":
-        return f"{name} = {error['ctx']['tag']!r} is not one of {error['ctx']['expected_tags']}"
+        return f"{name} = {error['ctx']['tag']!r:.200} is not one of {error['ctx']['expected_tags']}"
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
-    shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r}"
+    shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"
     return f"{name}{shown}: {message[0].lower()}{message[1:]}"
 
 
@@ -80,7 +80,7 @@ def refuse_unknown(tree: Tree, fields: Mapping[str, Any], sources: Sources, owne
         if inner is not None and isinstance(value, dict):
             refuse_unknown(value, inner, sources, f"section {dotted}" if inner else owner, f"{dotted}.")
         elif inner is not None and not prefix:
-            raise UserError(f"{named(dotted, sources)} = {value!r} should be a section of `key: value` lines")
+            raise UserError(f"{named(dotted, sources)} = {value!r:.200} should be a section of `key: value` lines")
 
 
 def _meant_by(key: str, fields: Mapping[str, Any]) -> Sequence[str]:

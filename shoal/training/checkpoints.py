@@ -9,13 +9,19 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoal.checkpoint import CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.manifest import tied_and_buffers
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
-from shoal.training.resume import Progress, load_checkpoint, restore
+from shoal.errors import UserError
+from shoal.tensors import local_part
+from shoal.training.resume import Progress, load_checkpoint, restore, state_for
 from shoal.training.session import Session
+from shoal.types import TrainState
 
 _PER_TENSOR_BYTES = 1000
 """About what one tensor adds to headers and manifest."""
@@ -78,9 +84,24 @@ class Checkpoints:
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())
+        self._check_finite(state, progress["step"])
         with self._warns_if_unsaved():
             self.manager.save(state, trainer, about | base)
         self.saved_at = time.monotonic()
+
+    def _check_finite(self, state: TrainState, step: int) -> None:
+        """Raises UserError if a trained parameter is not finite: no later step repairs it, and rotation would replace
+        the checkpoints that are good by ones that are not."""
+        trained = {name for name, p in self.session.model.named_parameters() if p.requires_grad}
+        bad = [name for name in state.model if name in trained and not _is_finite(local_part(state.model[name]))]
+        if self.session.strategy.any_rank(bool(bad)):
+            self.wait()
+            good, name = self.manager.saved_step, bad[0] if bad else "of another rank"
+            raise UserError(
+                f"parameter {name} is not finite after step {step}, so the run stops and the step is not saved; lower "
+                f"training.learning_rate = {self.run.config.training.learning_rate:g}, or look at the data; "
+                + (f"the last checkpoint is of step {good}" if good else "nothing is saved")
+            )
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
@@ -109,7 +130,7 @@ class Checkpoints:
             damage = ""
             try:
                 checkpoint = open_checkpoint(self.manager.path_of(step))
-                state = checkpoint.checked_state(self.session.strategy.held())
+                state = state_for(self.run, checkpoint, self.session.strategy.held())
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):
@@ -118,3 +139,11 @@ class Checkpoints:
             where = damage or "on another rank"
             self._warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
         return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Returns whether no element is infinite or NaN, without memory for an answer about each."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():  # aminmax takes no float8
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -1,4 +1,7 @@
-"""Optimizers by name. All are fused: one kernel updates all parameters, and can skip the update on the device."""
+"""Optimizers by name. All are fused: one kernel updates all parameters, and can skip the update on the device.
+
+torch has no fused kernels for complex parameters; a model that has some gets an optimizer that is not fused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from shoal.errors import UserError
 
 
 def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": True}
+    fused = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+    common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": fused}
     chosen = training.optimizer
     if isinstance(chosen, SGD):
         optimizer: Optimizer = torch.optim.SGD(groups, momentum=chosen.momentum, nesterov=chosen.nesterov, **common)
@@ -49,6 +53,18 @@ def freeze_ungrouped(model: nn.Module, groups: Iterable[Any]) -> list[str]:
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
+
+
+def kept_slots(training: TrainingConfig) -> set[str]:
+    """Returns the names of the tensors that the optimizer keeps for each parameter, such as exp_avg.
+
+    torch has no list of them, so an optimizer of one number takes a step, and its state is looked at.
+    """
+    number = torch.zeros(1, requires_grad=True)
+    number.grad = torch.zeros(1)
+    optimizer = build_optimizer(training, [{"params": [number]}])
+    optimizer.step()
+    return {slot for slot, value in optimizer.state[number].items() if isinstance(value, torch.Tensor)}
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:

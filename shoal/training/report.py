@@ -132,10 +132,10 @@ class Report:
             f"{shell.total_steps:,}, from {shell.first_step:,}",
             ("training.max_steps", "training.num_epochs"),
         )
+        fused = " (fused)" if shell.session.optimizer.defaults.get("fused") else ""
         yield (
             "optimizer",
-            f"{training.optimizer.name} (fused), learning rate {training.learning_rate:g}, "
-            f"{training.lr_scheduler.name}",
+            f"{training.optimizer.name}{fused}, learning rate {training.learning_rate:g}, {training.lr_scheduler.name}",
             ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
         )
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")

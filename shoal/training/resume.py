@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,16 @@ from pydantic import ValidationError
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
-from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable
+from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable, is_allowed
+from shoal.checkpoint.pieces import why_not_storable
+from shoal.checkpoint.regions import Held
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
+from shoal.tensors import local_part, tensors_with_names
+from shoal.training.optimizers import kept_slots
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
@@ -51,6 +55,7 @@ def restore(
     """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
     strategy, held = session.strategy, session.strategy.held()
+    _check_storable(session)
     folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
@@ -63,8 +68,9 @@ def restore(
             _check_position(checkpoint)
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
             check_same_run(checkpoint, run.tree(), allowed)
+            change = _optimizer_change(checkpoint, run)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-            state = checkpoint.checked_state(held)
+            state = state_for(run, checkpoint, held)
         except DamagedCheckpoint as error:
             damage = str(error)
         if strategy.any_rank(bool(damage)):  # if one rank cannot read it, none does
@@ -72,6 +78,8 @@ def restore(
             manager.mark_damaged(folder)
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
+        if change:
+            warn(f"{change}: the optimizer starts with fresh state at step {checkpoint.trainer['step']}")
         load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)
@@ -81,7 +89,7 @@ def restore(
             started_from=str(folder),
             weights_from=str(folder),
             evaluated="metrics" in checkpoint.trainer,
-            made_with=_made_with(checkpoint.manifest["config"], run.config.training),
+            made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # a fresh start would soon delete what might still be rescued
@@ -94,6 +102,20 @@ def restore(
     if path := run.config.checkpoint.init_from:
         _take_weights(path, session, base, warn)
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
+
+
+def _check_storable(session: Session) -> None:
+    """Refuses a model with a tensor that no checkpoint can hold, before it is trained."""
+    reasons = {names[0]: why_not_storable(local_part(t)) for t, names in tensors_with_names(session.model)}
+    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason]
+    if session.strategy.any_rank(bool(problems)):  # with a pipeline, ranks have different tensors
+        raise UserError(problems[0] if problems else "another rank has a tensor that cannot be saved")
+
+
+def state_for(run: Run, checkpoint: Checkpoint, held: Mapping[str, Held]) -> TrainState:
+    """Returns the state to load, after its digests were compared. State of another optimizer is left out."""
+    state = checkpoint.checked_state(held)
+    return state if _stored_slots(checkpoint) == kept_slots(run.config.training) else replace(state, optimizer={})
 
 
 def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
@@ -151,6 +173,36 @@ def _check_position(checkpoint: Checkpoint) -> None:
         raise DamagedCheckpoint(f"{checkpoint.folder}: it does not say where in which run it was made")
 
 
+def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:
+    """Returns how the optimizer differs from the one that a checkpoint was saved with, or an empty string.
+
+    Only what changes the stored state counts: another optimizer, or options that keep other tensors for a parameter.
+    Raises UserError unless checkpoint.allow_changed lists the key.
+    """
+    training, stored, kept = run.config.training, _stored_slots(checkpoint), kept_slots(run.config.training)
+    earlier = _earlier(checkpoint.manifest["config"], training, ("optimizer",))
+    then, now = earlier.optimizer.model_dump() if earlier else {}, training.optimizer.model_dump()
+    # A checkpoint has no slots if all of its updates were skipped, so what its config asked for counts as well.
+    fits = (stored or kept) == kept and (earlier is None or kept_slots(earlier) == kept)
+    if fits and then.get("name") in (None, now["name"]):
+        return ""
+    key = next((key for key in now if key in then and then[key] != now[key]), None)
+    name = f"training.optimizer.{key}" if key else "training.optimizer"
+    value, before = (now[key], then[key]) if key else (now["name"], f"slots {', '.join(sorted(stored))}")
+    if not is_allowed(name, run.config.checkpoint.allow_changed):
+        raise UserError(
+            f"{name} = {value!r}, but {checkpoint.folder} was saved with {before!r}, whose state does not fit; "
+            f"set it back, choose another experiment.output_dir, or list {name} in checkpoint.allow_changed to start "
+            "the optimizer with fresh state"
+        )
+    return f"{name} is {value!r} and was {before!r}"
+
+
+def _stored_slots(checkpoint: Checkpoint) -> set[str]:
+    """Returns the names of the optimizer's tensors in a checkpoint, such as exp_avg."""
+    return {slot for slots in checkpoint.stored_state().optimizer.values() for slot in slots}
+
+
 def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Callable[[str], None]) -> BatchSchedule:
     """Returns the batches of the resumed run: the checkpoint's global batch stays, the accumulation is derived anew.
 
@@ -174,11 +226,12 @@ def _batches_after(manifest: dict[str, Any], run: Run, data_size: int, warn: Cal
     )
 
 
-def _made_with(config: dict[str, Any], now: TrainingConfig) -> TrainingConfig | None:
+def _earlier(config: dict[str, Any], now: TrainingConfig, keys: Iterable[str]) -> TrainingConfig | None:
+    """Returns the section `training` with some keys as they are in a manifest's config; None if they are not valid."""
     then = config.get("training")
-    scheduling = {key: then[key] for key in SCHEDULING if key in then} if isinstance(then, dict) else {}
+    earlier = {key: then[key] for key in keys if key in then} if isinstance(then, dict) else {}
     try:
-        return TrainingConfig.model_validate({**now.model_dump(), **scheduling})
+        return TrainingConfig.model_validate({**now.model_dump(), **earlier})
     except ValidationError:  # written by another version, or by hand
         return None
 

@@ -32,7 +32,15 @@ from shoal.checkpoint import (
 )
 from shoal.checkpoint import store as store_module
 from shoal.checkpoint.manifest import manifest_digest
-from shoal.checkpoint.pieces import MappedFiles, Piece, header_digest
+from shoal.checkpoint.pieces import (
+    MappedFiles,
+    Piece,
+    dtype_in_files,
+    header_digest,
+    is_storable,
+    tensor_digest,
+    why_not_storable,
+)
 from shoal.checkpoint.regions import Region, coverage_problem, held_of, local_region, whole_region
 from shoal.errors import UserError
 from shoal.types import TrainState
@@ -226,6 +234,8 @@ def name_it(name: str) -> Callable[[dict[str, Any]], None]:
         (cut(), "reach 0 of 3"),
         (claim(pieces=None), "NoneType"),
         (claim(dtype="load"), "unknown dtype"),
+        (claim(dtype="qint8"), "unknown dtype"),
+        (claim(dtype="complex128"), "in the manifest"),
         (claim(dtype="float64"), "in the manifest"),
         (claim(dtype="int32"), "in the manifest"),
         (grow([3_000_000_000, 4_000_000]), "too small"),
@@ -332,6 +342,83 @@ def test_latest_is_the_highest_step_not_the_newest_file(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000300").mkdir()
     assert find_latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000100"
     assert find_latest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("about", [ABOUT, {}], ids=["of a run", "of a hand-written loop"])
+def test_a_copy_under_the_name_of_another_step_is_damaged(tmp_path: Path, about: dict[str, Any]) -> None:
+    trainer = {"step": 2 if about else "the second"}
+    write_checkpoint(step_folder(tmp_path, 2), state(), trainer, about)
+    shutil.copytree(step_folder(tmp_path, 2), step_folder(tmp_path, 99))
+    shutil.copytree(step_folder(tmp_path, 2), tmp_path / "kept")
+    with pytest.raises(DamagedCheckpoint, match="it is the checkpoint of step 2"):
+        open_checkpoint(step_folder(tmp_path, 99))
+    assert find_latest_checkpoint(tmp_path) == step_folder(tmp_path, 2)
+    assert open_checkpoint(tmp_path / "kept").trainer == trainer  # a name that says no step
+
+
+ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def filled(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns a tensor with different bytes in all elements, though torch may not know how to compute with them."""
+    numbers = torch.arange(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    return (numbers % 2 if dtype == torch.bool else numbers).view(dtype).view(shape)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and tensor_digest(a) == tensor_digest(b)
+
+
+def test_every_dtype_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Those that safetensors cannot hold are stored as bytes, and move between layouts like others."""
+    dtypes = [dtype for dtype in ALL_DTYPES if is_storable(dtype)]
+    known = [dtype for dtype in dtypes if dtype_in_files(dtype)]
+    assert {torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint16} <= {*known}
+    assert {torch.complex64, torch.complex128, torch.float8_e8m0fnu, torch.uint64} <= {*dtypes}
+    tensors = {f"{dtype}": filled(dtype, 4, 3) for dtype in dtypes}
+    tensors |= {f"{dtype} number": filled(dtype, 1)[0] for dtype in dtypes}
+    tensors |= {f"{dtype} empty": torch.empty(0, 2, dtype=dtype) for dtype in dtypes}
+    write_checkpoint(tmp_path / "whole", TrainState(tensors, {}), {}, {})
+    checkpoint = open_checkpoint(tmp_path / "whole")
+    for name, tensor in checkpoint.read().model.items():
+        assert same_bytes(tensor, tensors[name]), name
+    for dtype in dtypes:
+        part = checkpoint.tensors[f"model/{dtype}"].read(Region((1, 1), (2, 2)))
+        assert same_bytes(part, filled(dtype, 4, 3)[1:3, 1:3].contiguous()), dtype
+    assert "complex128" in checkpoint.manifest["tensors"]["model/torch.complex128"]["dtype"]
+    conjugate = torch.tensor([1 + 2j]).conj()
+    write_checkpoint(tmp_path / "conjugate", TrainState({"w": conjugate}, {}), {}, {})
+    assert torch.equal(open_checkpoint(tmp_path / "conjugate").read().model["w"], torch.tensor([1 - 2j]))
+
+
+def test_tensors_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model/w is stored in the layout sparse_coo"):
+        write_checkpoint(tmp_path / "new", TrainState({"w": torch.eye(2).to_sparse()}, {}), {}, {})
+    assert not [*tmp_path.iterdir()]
+    assert why_not_storable(torch.ones(2)) is None
+    assert "sparse_coo" in str(why_not_storable(torch.eye(2).to_sparse()))
+    quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    assert "qint8" in str(why_not_storable(quantized))
+
+
+BYTES_DTYPES = (torch.complex128, torch.complex64, torch.uint16, torch.float8_e8m0fnu)
+
+
+def write_rows(folder: Path) -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    rows = {str(dtype): filled(dtype, 4, 3)[2 * rank :][:2] for dtype in BYTES_DTYPES}
+    shards = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in rows.items()}
+    write_checkpoint(folder, TrainState(shards, {}), {}, {})
+
+
+def test_dtypes_that_are_stored_as_bytes_move_between_layouts(tmp_path: Path, pool2: Pool) -> None:
+    pool2.run(write_rows, tmp_path / "rows")
+    checkpoint = open_checkpoint(tmp_path / "rows")
+    for dtype in BYTES_DTYPES:
+        stored = checkpoint.tensors[f"model/{dtype}"]
+        assert len(stored.pieces) == 2
+        assert same_bytes(stored.read(), filled(dtype, 4, 3))
+        assert same_bytes(stored.read(Region((1, 0), (2, 2))), filled(dtype, 4, 3)[1:3, :2].contiguous())
 
 
 # Sharded layouts

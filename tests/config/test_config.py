@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -214,6 +215,147 @@ def test_bad_configs_are_one_line_naming_the_key(tmp_path: Path, text: str, word
     message = refuse(tmp_path, text)
     for word in words:
         assert word in message, message
+
+
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("? {a: 1}\n: 2\n", "run.yaml:1: a key is a mapping; it should be a text or a number"),
+        ("recipe: bdh\n[1, 2]: 3\n", "run.yaml:2: a key is a sequence"),
+        ("recipe: bdh\nmodel: [{{a: 1}: 2}]\n", "run.yaml:2 does not parse as YAML: found unhashable key"),
+        ("recipe: bdh\nmodel: &a\n  b: *a\n", "run.yaml:3 does not parse as YAML: the alias *a is inside"),
+        ("recipe: &a [1, [*a]]\n", "run.yaml:1 does not parse as YAML: the alias *a is inside"),
+        ("recipe: *a\n", "run.yaml:1 does not parse as YAML: found undefined alias"),
+        ("recipe: b\0dh\n", "run.yaml:1 does not parse as YAML: a null character"),
+        ('recipe: bdh\nexperiment: {name: "a\\0b"}\n', "run.yaml:2 does not parse as YAML: a text has a null"),
+        ('recipe: bdh\nexperiment: {name: ["\\uD800"]}\n', "run.yaml:2 does not parse as YAML"),
+        ("recipe: b\x01dh\n", "does not parse as YAML"),
+        (
+            f"recipe: bdh\ntraining: {{max_steps: {'7' * 5000}}}\n",
+            "run.yaml:2 does not parse as YAML: an integer has 5000",
+        ),
+        (
+            f"recipe: bdh\ntraining: {{max_steps: {10**30}}}\n",
+            "training.max_steps … run.yaml:2 … 000 … less than or equal",
+        ),
+        (f"recipe: bdh\nmodel: {'9' * 200_000}x\n", "model … = '999"),
+        (BOMB, "run.yaml:5 does not parse as YAML: there are more than 50,000 values"),
+        ("recipe: bdh\nmodel: " + "[" * 5000, "run.yaml:2 does not parse as YAML: values are nested more than 50 deep"),
+        ("- " * 5000, "run.yaml:1 does not parse as YAML: values are nested more than 50 deep"),
+        ("#" + "x" * 10_000_000, "run.yaml has more than 1,000,000 bytes"),
+        ("recipe: !!bool 7\n", "does not parse as YAML: a value does not fit its tag"),
+        ("recipe: !!int seven\n", "does not parse as YAML: a value does not fit its tag"),
+        ("recipe: !!timestamp never\n", "does not parse as YAML: a value does not fit its tag"),
+        (
+            "recipe: !!python/object:os.system x\n",
+            "run.yaml:1 does not parse as YAML: could not determine a constructor",
+        ),
+        ("a" * 500 + ": 1\n", "run.yaml:1: a key has 500 characters"),
+        ("recipe: bdh\n---\nrecipe: bdh\n", "run.yaml:2 does not parse as YAML: but found another document"),
+        ('extends: "a\\0b"\n', "does not parse as YAML: a text has a null"),
+    ],
+    ids=range(24),
+)
+def test_odd_yaml_is_one_line_in_no_time(tmp_path: Path, text: str, words: str) -> None:
+    before = time.process_time()
+    message = refuse(tmp_path, text)
+    assert time.process_time() - before < CPU_SECONDS
+    for part in words.split(" … "):
+        assert part in message
+    assert len(message) < 1000
+
+
+CPU_SECONDS = 5.0
+"""Far more than any of these takes, and far less than what was once needed: 15 to 20 seconds."""
+
+
+def test_a_device_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has more than 1,000,000 bytes"):
+        load_run(Path("/dev/zero"))
+    with pytest.raises(UserError, match="the name has a null character"):
+        load_run(Path("a\0b"))
+
+
+def test_bases_that_multiply_are_refused(tmp_path: Path) -> None:
+    for i in range(30):
+        write(tmp_path, f"extends: [{i + 1}.yaml, {i + 1}.yaml]\n", f"{i}.yaml")
+    write(tmp_path, MINIMAL, "30.yaml")
+    assert "`extends` leads to more than 100 files" in refuse(tmp_path, "extends: 0.yaml\n")
+
+
+def test_odd_overrides_are_one_line(tmp_path: Path) -> None:
+    for override, words in [
+        ("a." * 100_000 + "b=1", "nested more than 50 deep"),
+        ("training.max_steps=" + "[" * 100_000, "values are nested more than 50 deep"),
+        ("training.max_steps=&a [*a]", "the alias *a is inside of the value"),
+        ("training.max_steps={{a: 1}: 2}", "found unhashable key"),
+        ("training.max_steps=" + "7" * 5000, "an integer has 5000 digits"),
+        ("training.max_steps=\0", "a null character"),
+        ("training.max_steps=\udcff", "does not parse as YAML"),
+        ("\0=\0", "a null character"),
+    ]:
+        message = refuse(tmp_path, MINIMAL, override)
+        assert words in message
+        assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (":", "is unknown; set it to"),
+        ("a:", "is unknown; set it to"),
+        (":b", "is unknown; set it to"),
+        ("a.b:c.d", "is unknown; set it to"),
+        ("a:b:c", "is unknown; set it to"),
+        (".a:b", "is unknown; set it to"),
+        ("a..b:c", "is unknown; set it to"),
+        ("a b:c", "is unknown; set it to"),
+        ("../a:b", "is unknown; set it to"),
+        ("7:8", "is unknown; set it to"),
+        ("a" * 100_000, "is unknown; set it to"),
+        ("json.nowhere.deep:Class", "no module 'json.nowhere'"),
+        ("json:load", "load is not a recipe; make it a subclass of shoal.recipes.Recipe"),
+        ("json:JSONDecoder", "JSONDecoder is not a recipe"),
+    ],
+    ids=range(14),
+)
+def test_recipes_that_are_none_are_one_line(tmp_path: Path, recipe: str, words: str) -> None:
+    message = refuse(tmp_path, f"recipe: {json.dumps(recipe)}\ntraining: {{max_steps: 5}}\n")
+    assert words in message
+    assert len(message) < 1000
+
+
+def _float_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys whose values may be floats."""
+    for key, field in section.model_fields.items():
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            annotations += get_args(annotation)
+            if annotation is float:
+                yield f"{prefix}{key}"
+            elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from _float_keys(annotation, f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
+    keys = sorted({*_float_keys(Config), "dataset.eval_fraction", "model.dropout"})
+    assert {"training.learning_rate", "distributed.timeout", "training.optimizer.betas"} <= {*keys}
+    for key in keys:
+        option, (parent, _, last) = f"{key}={value}", key.rpartition(".")
+        if parent in ("training.optimizer", "training.lr_scheduler"):
+            name = {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.get(last, "wsd")
+            number = f"[0.9, {value}]" if last == "betas" else value
+            option = f"{parent}={{name: {name}, {last}: {number}}}"
+        message = refuse(tmp_path, MINIMAL, option)
+        assert last in message, message
+        assert value.strip("-.") in message, message
 
 
 @pytest.mark.parametrize("override", ["training.max_steps", "=5", "training.max_steps=[", "training.max_stepz=3"])

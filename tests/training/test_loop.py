@@ -151,6 +151,26 @@ def test_a_few_skips_are_counted_and_survived(toy: ToyRun, change_recipe: Callab
     assert toy.metrics("train/skipped_steps")[10] == 2  # 40 samples: sample 0 came by twice
 
 
+@pytest.mark.parametrize("every", [1, 100])
+def test_weights_that_are_not_finite_stop_the_run_and_replace_no_checkpoint(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], every: int
+) -> None:
+    """The gradient is finite in the step that spoils them, so no update is skipped."""
+    toy.train("training.max_steps=2", "training.optimizer=sgd")
+    keys = ["training.max_steps=6", "training.optimizer=sgd", f"checkpoint.every={every}", "checkpoint.keep_last=1"]
+    with pytest.raises(UserError, match=r"parameter \d\.\w+ is not finite after step \d.* checkpoint is of step 2"):
+        toy.train(*keys, "training.learning_rate=3e38", "training.weight_decay=100")
+    assert [path.name for path in (toy.output / "checkpoints").iterdir()] == ["step_00000002"]
+    assert toy.train(*keys).first_step == 2
+
+
+def test_skipped_updates_are_told_at_the_end(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe(".sum()\n", '.sum() * float("nan")\n')
+    result = toy.call("train", "run.yaml", "training.max_steps=3")
+    assert result.returncode == 0, result.stderr
+    assert "3 of 3 updates were skipped because their gradient was not finite" in result.stdout
+
+
 def test_a_loss_that_is_no_number_is_refused(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("** 2).sum()", "** 2)")
     with pytest.raises(UserError, match=r"loss has shape \[4, 1\]"):

@@ -23,7 +23,7 @@ from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 
-from shoal.checkpoint import find_latest_checkpoint
+from shoal.checkpoint import find_latest_checkpoint, open_checkpoint
 from shoal.checkpoint.manifest import manifest_digest
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -209,6 +209,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(toy: ToyRun, capfd: 
     assert "step_00000010 is damaged" in out
     assert "step 9/12" in out
     assert tensors(toy.output, 8) == whole
+
+
+def test_a_copy_under_the_name_of_another_step_is_passed_over(toy: ToyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    toy.train("training.max_steps=4")
+    checkpoints = toy.output / "checkpoints"
+    shutil.copytree(checkpoints / "step_00000002", checkpoints / "step_00000099")
+    capfd.readouterr()
+    assert toy.train("training.max_steps=6").first_step == 4
+    assert (
+        "step_00000099: it is the checkpoint of step 2, so the folder was copied or renamed" in capfd.readouterr().out
+    )
+    assert toy.train("training.max_steps=8").first_step == 6
+    with pytest.raises(UserError, match="copied or renamed"):
+        toy.train("training.max_steps=10", f"checkpoint.resume={checkpoints}/step_00000099")
 
 
 def damage(path: Path, how: str) -> None:
@@ -400,6 +414,64 @@ def test_what_may_not_be_read_is_one_line(toy: ToyRun, locked: str, keys: list[s
     assert re.search(words.format(toy.folder).replace("(", r"\("), result.stderr), result.stderr
 
 
+SGD_WITH_MOMENTUM = "{name: sgd, momentum: 0.9}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "was", "slots"),
+    [
+        ("sgd", "adamw", "name", "'sgd'", {"step", "exp_avg", "exp_avg_sq"}),
+        (SGD_WITH_MOMENTUM, "adamw", "name", "'sgd'", {"step", "exp_avg", "exp_avg_sq"}),
+        ("adamw", "sgd", "name", "'adamw'", set()),
+        ("adamw", SGD_WITH_MOMENTUM, "name", "'adamw'", {"momentum_buffer"}),
+        ("sgd", SGD_WITH_MOMENTUM, "momentum", "0.0", {"momentum_buffer"}),
+        (SGD_WITH_MOMENTUM, "sgd", "momentum", "0.9", set()),
+    ],
+)
+def test_another_optimizer_is_refused_or_starts_anew(
+    toy: ToyRun, capfd: pytest.CaptureFixture[str], before: str, after: str, key: str, was: str, slots: set[str]
+) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={before}")
+    changed = ("training.max_steps=6", f"training.optimizer={after}")
+    with pytest.raises(UserError, match=rf"^training\.optimizer\.{key} = .*saved with {was}.*allow_changed") as caught:
+        toy.train(*changed)
+    assert "\n" not in str(caught.value)
+    capfd.readouterr()
+    # Also when the weights of a step of the old optimizer are loaded at the end.
+    best = ("checkpoint.keep_best=1", "checkpoint.load_best_model_at_end=true")
+    outcome = toy.train(*changed, f"checkpoint.allow_changed=[training.optimizer.{key}]", *best)
+    assert (outcome.first_step, outcome.step) == (4, 6)
+    assert "the optimizer starts with fresh state at step 4" in capfd.readouterr().out
+    stored = open_checkpoint(toy.output / "checkpoints" / "step_00000006").read().optimizer
+    assert {slot for tensors in stored.values() for slot in tensors} == slots
+    assert {tensors["step"].item() for tensors in stored.values() if "step" in tensors} <= {2.0}
+    assert toy.train("training.max_steps=8", changed[1]).first_step == 6  # now it is the same optimizer
+
+
+def test_state_of_an_optimizer_that_the_manifest_does_not_name_is_refused(toy: ToyRun) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={SGD_WITH_MOMENTUM}")
+    resigned(toy.output / "checkpoints" / "step_00000004", lambda manifest, _: manifest["config"].pop("training"))
+    with pytest.raises(UserError, match=r"training\.optimizer = 'adamw', .* 'slots momentum_buffer'"):
+        toy.train("training.max_steps=6")
+
+
+def test_a_checkpoint_whose_updates_were_all_skipped_is_resumed(toy: ToyRun) -> None:
+    """DeepSpeed makes its state in the first update that it does not skip."""
+    toy.train("training.max_steps=4")
+    folder = toy.output / "checkpoints" / "step_00000004"
+
+    def without_slots(manifest: dict[str, Any], trainer: dict[str, Any]) -> None:
+        manifest["tensors"] = {name: t for name, t in manifest["tensors"].items() if name.startswith("model/")}
+
+    resigned(folder, without_slots)
+    assert toy.train("training.max_steps=6").first_step == 4
+
+
+def test_another_momentum_needs_no_permission(toy: ToyRun) -> None:
+    toy.train("training.max_steps=4", f"training.optimizer={SGD_WITH_MOMENTUM}")
+    assert toy.train("training.max_steps=6", "training.optimizer={name: sgd, momentum: 0.8}").first_step == 4
+
+
 def test_what_is_allowed_to_change_may(toy: ToyRun) -> None:
     toy.train()
     allowed = "checkpoint.allow_changed=[dataset.size, training.global_batch_size]"
@@ -420,6 +492,52 @@ def test_another_schedule_than_the_checkpoints_is_said(toy: ToyRun, capfd: pytes
         "training.warmup_steps is 1 and was null: the learning rate was 0.001 at step 4 and is 0.00232 at step 5, "
         "where it would have been 0.001"
     ]
+
+
+WITH_OTHER_DTYPES = """
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.register_buffer("table", torch.full((3,), 1 + 2j, dtype=torch.complex128))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.uint16))
+        self.register_buffer("more", MORE)
+
+    def forward(self, x):
+        return (x * self.turn).real
+
+
+class Toy"""
+
+
+def test_a_model_with_complex_and_other_dtypes_is_trained_and_resumed(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("nn.Tanh()", "nn.Tanh(), Wave()")
+    change_recipe("class Toy", WITH_OTHER_DTYPES.replace("MORE", "None"))
+    toy.train(f"experiment.output_dir={toy.folder}/whole")
+    toy.train("checkpoint.keep_last=9")
+    for step in (6, 8, 10):
+        shutil.rmtree(toy.output / "checkpoints" / f"step_{step:08d}")
+    outcome = toy.train()
+    assert (outcome.first_step, outcome.step) == (4, 10)
+    ends = [open_checkpoint(o / "checkpoints" / "step_00000010").read() for o in (toy.output, toy.folder / "whole")]
+    assert ends[0].model["2.turn"].is_complex()
+    assert not torch.equal(ends[0].model["2.turn"], torch.ones(16, dtype=torch.complex64))
+    assert ends[0].model["2.table"].tolist() == [1 + 2j] * 3
+    assert ends[0].optimizer["2.turn"]["exp_avg"].is_complex()
+    torch.testing.assert_close(ends[0].model, ends[1].model, rtol=0, atol=0)
+    torch.testing.assert_close(ends[0].optimizer, ends[1].optimizer, rtol=0, atol=0)
+
+
+def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("nn.Tanh()", "nn.Tanh(), Wave()")
+    change_recipe("class Toy", WITH_OTHER_DTYPES.replace("MORE", "torch.eye(2).to_sparse()"))
+    with pytest.raises(UserError, match=r"^2\.more is stored in the layout sparse_coo; only dense"):
+        toy.train()
+    assert not (toy.output / "metrics.jsonl").exists()
 
 
 def test_rotation_keeps_the_last_k(toy: ToyRun) -> None:
