@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.verify.expected_work import PLAIN_NAMES, ExpectedWork, Range
-from shoal.verify.trace import Trace
+from shoal.verify.trace import Trace, norm
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients"),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
+        _clipping(reference, ranks),
         Check(
             "initial weights",
             not different,
@@ -81,10 +82,17 @@ def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]],
     return Check(name, worst <= bound, f"largest relative difference {worst:.1e}: {detail}")
 
 
+def _clipping(reference: Trace, ranks: list[Trace]) -> Check:
+    """Checks that clipping was in force at the first step: a norm below the limit would prove nothing about it."""
+    first = min((trace.grad_norms[0] for trace in (reference, *ranks) if trace.grad_norms), default=0.0)
+    detail = f"the gradient norm of the first step, {first:.7g}, is clipped to {reference.max_norm:.7g}"
+    return Check("clipping", first > reference.max_norm, detail)
+
+
 def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds) -> Check:
     if missing := expected.keys() ^ got.keys():
         return Check(name, False, f"{sorted(missing)[0]} has a gradient in only one of the two")
-    floor = bounds.floor * _norm(expected)
+    floor = bounds.floor * norm(expected)
     allowed = {key: bounds.gradient * tensor.norm().item() + floor for key, tensor in expected.items()}
     check = _within(name, expected, got, allowed)
     return check if check.passed else replace(check, detail=check.detail + _constant_factor(expected, got))
@@ -92,8 +100,8 @@ def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], b
 
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
     """Returns a hint if all gradients are wrong by the same factor, a typical mistake that Adam would hide."""
-    scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(_norm(expected) ** 2, 1e-30)
-    if _norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * _norm(got):
+    scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(norm(expected) ** 2, 1e-30)
+    if norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * norm(got):
         return ""
     return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
 
@@ -103,7 +111,7 @@ def _weights(
 ) -> Check:
     # Tensors whose gradient is zero except for rounding, such as a key bias, are left out: AdamW turns rounding errors
     # into steps of full size.
-    rounding = 1e-6 * _norm(reference.gradients)
+    rounding = 1e-6 * norm(reference.gradients)
     allowed = {
         key: relative * (expected[key] - reference.start[key]).norm().item()
         + bounds.floor * expected[key].norm().item()
@@ -154,7 +162,3 @@ def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -
             details.append(f"{name} {sent:.2f} (expected {allowed})")
     unit = "bytes sent per step, relative to the bytes of all trained parameters: "
     return Check("collectives", passed, unit + "; ".join(details) if details else "none")
-
-
-def _norm(named: dict[str, Tensor]) -> float:
-    return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0

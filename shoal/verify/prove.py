@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import data_size
@@ -26,10 +25,10 @@ from shoal.verify.layouts import (
     reference_run,
     why_not,
 )
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 
-Runner = Callable[[Run, int, int, dict[str, Tensor] | None], list[Trace]]
-"""(run, number of processes, steps, weights for the later gradients) → the trace of each rank."""
+Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
+"""(run, number of processes, steps, what one device computed) → the trace of each rank."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Verdict:
         return {**asdict(self), "passed": self.passed, "own": self.own_layout is not None}
 
 
-def in_new_processes(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+def in_new_processes(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
     """Trains in `procs` new processes and returns the trace of each rank."""
     return run_function(trace, (run, steps, shared), procs, "spawn")
 
@@ -78,11 +77,12 @@ def prove(
     if not layouts and why_own_missing:
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
+    shared = reference.shared()
     verdicts = []
     for candidate in chosen:
         new_run = candidate_run(run, candidate, procs)
         layout = layout_on(new_run, procs)
-        traces = runner(new_run, layout.world_size, steps, reference.sgd_weights)
+        traces = runner(new_run, layout.world_size, steps, shared)
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
         checks = compare(reference, traces, expected, layout.precision)

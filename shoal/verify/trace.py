@@ -26,7 +26,16 @@ from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
 
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
-MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What one device computed and every layout is given, so that later checks begin with equal numbers."""
+
+    max_norm: float
+    """Half of the first gradient norm of one device, so that clipping is in force at least in the first step."""
+    weights: dict[str, Tensor]
+    """For the later gradients."""
 
 
 @dataclass
@@ -35,6 +44,8 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    max_norm: float = 0.0
+    """What gradients were clipped to."""
     start: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step."""
@@ -55,11 +66,15 @@ class Trace:
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
 
+    def shared(self) -> Shared:
+        """Returns what every layout is given, if this is the trace of one device."""
+        return Shared(self.max_norm, self.sgd_weights)
 
-def trace(run: Run, steps: int, shared: dict[str, Tensor] | None = None, adamw: bool = True) -> Trace:
+
+def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True) -> Trace:
     """Trains `steps` steps with SGD and again with AdamW, if `adamw` is true, dropout off, and notes what happens.
 
-    `shared` are the weights for the later gradients; the reference goes on from its own.
+    `shared` comes from the trace of one device; it is None if this is that trace.
     """
     tracer = _Tracer(run)
     with tracer.strategy:
@@ -76,7 +91,7 @@ class _Tracer:
         self.recipe = run.recipe_type(run.recipe_config)
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
-    def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
+    def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
         self._prepare(SGD_TRAINING)
         trace = self.trace
         trace.start = _whole(self.session.state().model)
@@ -89,14 +104,15 @@ class _Tracer:
                 loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
                 if step == 0:
                     trace.gradients = _whole(self.strategy.gradients(self.model))
+                    trace.max_norm = shared.max_norm if shared else self._norm_of(trace.gradients) / 2
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
-                trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
+                trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
             trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             if shared is not None:
-                self.session.load_state(TrainState(shared, {}))
+                self.session.load_state(TrainState(shared.weights, {}))
             self._forward_backward(next(batches), steps)
             trace.later_gradients = _whole(self.strategy.gradients(self.model))
 
@@ -105,7 +121,7 @@ class _Tracer:
         with closing(self._loader()) as loader:
             for step, micro_batches in enumerate(islice(loader, steps)):
                 self._forward_backward(micro_batches, step)
-                self.strategy.step(self.optimizer, MAX_NORM)
+                self.strategy.step(self.optimizer, self.trace.max_norm)
         self.trace.adamw_weights = _whole(self.session.state().model)
 
     def _prepare(self, changes: dict[str, Any]) -> None:
@@ -125,6 +141,11 @@ class _Tracer:
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
 
+    def _norm_of(self, gradients: dict[str, Tensor]) -> float:
+        """Returns the norm of the whole gradient, without the loss scale that gradients carry under fp16."""
+        scale = self.session.state().strategy.get("loss_scale", torch.ones(()))
+        return norm(gradients) / scale.item()
+
     def _note_desync(self, micro_batches: Sequence[MicroBatch], loader: Loader) -> None:
         if self.strategy.data_size == 1 or self.trace.desync:
             return
@@ -133,6 +154,11 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
+
+
+def norm(named: dict[str, Tensor]) -> float:
+    """Returns the norm of all elements of these tensors."""
+    return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0
 
 
 def _no_dropout(model: nn.Module) -> None:

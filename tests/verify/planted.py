@@ -1,4 +1,4 @@
-"""Small recipes for `prove`, and four typical bugs of distributed training that it must find."""
+"""Small recipes for `prove`, and typical bugs of distributed training that it must find."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.native import NativeStrategy, Placed
+from shoal.strategies.update import Update
 from shoal.tensors import local_part, replace_parameters
 from shoal.types import StepInfo
 from shoal.verify import trace as trace_module
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 from shoal.weights.materialise import materialise
 
 
@@ -77,6 +78,13 @@ class Frozen(Ragged):
         model[1].requires_grad_(False)
         model[3].requires_grad_(False)
         return model
+
+
+class Quiet(Ragged):
+    """Has a gradient whose norm is far below 1, a usual limit for clipping."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) / 100
 
 
 class Normed(Ragged):
@@ -139,12 +147,17 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+def _step_without_clipping(step: Any) -> Any:
+    return lambda self, max_norm=None, max_value=None: step(self, None, max_value)
+
+
+def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     """Traces the run while a bug is planted in its strategy."""
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _count_of_first_micro_batch),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
+        "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():

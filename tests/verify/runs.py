@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from torch import Tensor
 
 from shoal.config import Run, check_run
 from shoal.verify import Verdict
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 
-Tracer = Callable[[Run, int, dict[str, Tensor] | None, bool], Trace]
+Tracer = Callable[[Run, int, Shared | None, bool], Trace]
 
 with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 """Runs a test twice: with SGD only, and in the slow tier also with AdamW, which takes nearly twice as long.
@@ -41,7 +40,7 @@ def runner_on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
     Runs on one device are traced in this process, without `tracer`: a test may give a tracer with a bug in it.
     """
 
-    def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+    def run_layout(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
         if shared is None:
             return [reference(run, steps, adamw)]
         if procs == 1:

@@ -70,6 +70,23 @@ def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, word
     assert words in failed(verdict)[check]
 
 
+def test_a_layout_that_does_not_clip_is_found_also_if_gradients_are_small(pool2: Pool) -> None:
+    run = ragged("Quiet", global_batch_size=12)
+    correct = runner_on(pool2, adamw=False)
+    (verdict,) = prove(run, 2, ["ddp"], runner=correct)
+    assert failed(verdict) == {}
+    assert "is clipped to" in {check.name: check.detail for check in verdict.checks}["clipping"]
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, partial(trace_with, "no clipping"), adamw=False))
+    assert "weights, SGD" in failed(verdict)
+
+
+def test_clipping_that_was_not_in_force_is_no_proof() -> None:
+    ones = {"a": torch.ones(2)}
+    trace = Trace(grad_norms=[1.0], max_norm=1.0, start=ones, gradients=ones, sgd_weights=ones)
+    checks = {check.name: check for check in compare(trace, [trace], ExpectedWork(1, None, {}), "fp32")}
+    assert not checks["clipping"].passed
+
+
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
     """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)
