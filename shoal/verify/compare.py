@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shoal.verify.expected_work import PLAIN_NAMES, ExpectedWork, Range
 from shoal.verify.trace import Trace, norm
+
+CheckKind = Literal["exact", "values", "work"]
+"""What a check is about: `exact` holds whatever the model computes, `values` compares what the forward computes, and
+`work` compares what each rank holds, computes and sends with what the layout promises."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Check:
     name: str
     passed: bool
     detail: str
+    kind: CheckKind = "values"
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
     problem = next((rank.desync for rank in ranks if rank.desync), "")
     different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
-        Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients"),
+        Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients", "exact"),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
         _clipping(reference, ranks),
@@ -63,6 +69,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
             "initial weights",
             not different,
             f"{different[0]} and {len(different) - 1} other tensors differ" if different else "bit-equal",
+            "exact",
         ),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
@@ -141,7 +148,7 @@ def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[
         if fraction is not None:
             measured = max(getattr(rank, attribute) for rank in ranks) / max(getattr(reference, attribute), 1)
             detail = f"{measured:.2f} of one device on the rank with the most, expected at most {fraction:.2f}"
-            checks.append(Check(name, measured <= fraction + tolerance, detail))
+            checks.append(Check(name, measured <= fraction + tolerance, detail, "work"))
     return checks
 
 
@@ -161,4 +168,4 @@ def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -
             passed = passed and allowed.low - tolerance <= sent <= allowed.high + tolerance
             details.append(f"{name} {sent:.2f} (expected {allowed})")
     unit = "bytes sent per step, relative to the bytes of all trained parameters: "
-    return Check("collectives", passed, unit + "; ".join(details) if details else "none")
+    return Check("collectives", passed, unit + "; ".join(details) if details else "none", "work")

@@ -87,6 +87,33 @@ class Quiet(Ragged):
         return super().loss(output, batch) / 100
 
 
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Scaled(Ragged):
+    """Has a parameter without dimensions, which FSDP refuses."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*super().build_model(), Scale())
+
+
+class Unused(Ragged):
+    """Has parameters that take no part in the loss, which DDP refuses."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1].unused = nn.Linear(2, 2)
+        return model
+
+
 class Normed(Ragged):
     """Has a BatchNorm, which mixes the samples of a batch."""
 
@@ -151,6 +178,15 @@ def _step_without_clipping(step: Any) -> Any:
     return lambda self, max_norm=None, max_value=None: step(self, None, max_value)
 
 
+def _compute_twice(forward_backward: Any) -> Any:
+    def twice(self: InTurn, batches: Any, micro_batches: Any, per_count: Any, recipe: Any, step: int) -> Any:
+        with torch.no_grad():
+            self.score(self.engine.module, batches, recipe)
+        return forward_backward(self, batches, micro_batches, per_count, recipe, step)
+
+    return twice
+
+
 def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     """Traces the run while a bug is planted in its strategy."""
     patches = {
@@ -158,6 +194,7 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
         "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
+        "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
-from pool import Pool
+from pool import Pool, WorkerFailure
 
 from shoal.config import Run, check_run
+from shoal.errors import UserError
 from shoal.verify import Verdict
 from shoal.verify.trace import Shared, Trace, trace
 
@@ -45,7 +47,12 @@ def runner_on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
             return [reference(run, steps, adamw)]
         if procs == 1:
             return [trace(run, steps, shared, adamw)]
-        return pool.run(tracer, run, steps, shared, adamw, init=False)
+        try:
+            return pool.run(tracer, run, steps, shared, adamw, init=False)
+        except WorkerFailure as failure:  # `shoal verify` gets a UserError from its processes as it was raised
+            if refusal := re.match(r"rank \d+ raised UserError: (.*)\n", str(failure)):
+                raise UserError(refusal[1]) from failure
+            raise
 
     return run_layout
 

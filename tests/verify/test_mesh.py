@@ -119,6 +119,7 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: 
     run = on_text(tmp_path, "causal_lm", model, global_batch_size=6)
     for verdict in prove(run, 2, layouts, runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
+        assert verdict.outcome == ("other work" if capped else "same")
 
 
 def trace_without_sums(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:

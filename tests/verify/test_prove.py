@@ -18,8 +18,8 @@ from pool import Pool
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
-from shoal.verify import prove
-from shoal.verify.compare import compare
+from shoal.verify import Verdict, exit_code, print_verdict, prove
+from shoal.verify.compare import Check, CheckKind, compare
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.trace import Trace
@@ -87,6 +87,48 @@ def test_clipping_that_was_not_in_force_is_no_proof() -> None:
     assert not checks["clipping"].passed
 
 
+def test_more_work_than_promised_is_another_verdict_than_other_numbers(
+    pool2: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = runner_on(pool2, partial(trace_with, "computes twice"), adamw=False)
+    (verdict,) = prove(ragged(global_batch_size=12), 2, ["ddp"], runner=runner)
+    assert failed(verdict).keys() == {"matmul FLOPs"}
+    assert (verdict.outcome, verdict.passed) == ("other work", False)
+    print_verdict(verdict)
+    said = capsys.readouterr().out
+    assert "ddp on 2 processes: same training as on one device, but more or other work than promised" in said
+    assert "NOT" not in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "refuses", "words"),
+    [("Scaled", "fsdp", "factor is a single number"), ("Unused", "ddp", "took no part in the loss")],
+)
+def test_a_layout_that_refuses_the_model_does_not_keep_the_others_from_their_proof(
+    pool2: Pool, recipe: str, refuses: str, words: str
+) -> None:
+    run = ragged(recipe, global_batch_size=12)
+    refused, proved = prove(run, 2, [refuses, "single"], runner=runner_on(pool2, adamw=False))
+    assert refused.outcome == "left out"
+    assert words in refused.left_out
+    assert proved.passed
+
+
+def test_exit_codes() -> None:
+    def verdict(*failed: CheckKind, **fields: Any) -> Verdict:
+        checks = [Check(kind, False, "", kind) for kind in failed]
+        return Verdict("ddp", 2, checks, **{"mixing": [], **fields})
+
+    same, refused = verdict(), verdict(left_out="it refuses")
+    assert exit_code([same, refused], asked_by_name=False) == 0
+    assert exit_code([same, refused], asked_by_name=True) == 2
+    assert exit_code([same, verdict("work")], asked_by_name=False) == 3
+    assert exit_code([same, verdict("values", mixing=["norm"])], asked_by_name=False) == 3
+    assert exit_code([verdict("work"), verdict("values", "work")], asked_by_name=False) == 1
+    assert exit_code([refused], asked_by_name=False) == 3  # nothing was proved
+    assert verdict("exact", mixing=["norm"]).outcome == "different"
+
+
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
     """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)
@@ -112,7 +154,7 @@ def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
 
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
     (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
-    assert not verdict.passed
+    assert verdict.outcome == "not comparable"
     assert verdict.mixing == ["2"]
 
 
@@ -218,10 +260,10 @@ def test_the_command(toy: ToyRun) -> None:
 
 
 @pytest.mark.usefixtures("command_on_pool")
-def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_the_command_says_what_it_cannot_compare(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
     result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "FAILED" in result.stdout
     assert "mix the samples" in result.stdout
-    assert "ddp on 2 processes: NOT the same training as on one device (this config's own layout: ddp)" in result.stdout
+    assert "ddp on 2 processes: cannot be compared with one device (this config's own layout: ddp)" in result.stdout
