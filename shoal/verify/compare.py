@@ -51,6 +51,11 @@ BOUNDS = {
 """By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large."""
 
 
+UPDATE_BOUND = 1e-5
+"""How much an update alone may differ, relative to its norm, in every precision: weights, gradients and optimizer state
+are those of one device, so nothing is rounded more than fp32 rounds."""
+
+
 def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precision: str) -> list[Check]:
     """Returns all checks of one layout; `reference` is the trace of one device."""
     bounds = BOUNDS[precision]
@@ -74,6 +79,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
         *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
+        *_updates(reference, ranks),
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
     ]
@@ -126,6 +132,32 @@ def _weights(
         if gradient.norm().item() > rounding
     }
     return _within(name, expected, got, allowed)
+
+
+def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
+    """Checks the update by itself: from weights and gradients of one device, and again after loading a state."""
+    if not reference.updated:
+        return []
+    first, trained = ranks[0], reference.gradients
+    norms = _equal_scalars("update norm", reference.update_norms, [rank.update_norms for rank in ranks], UPDATE_BOUND)
+    if missing := reference.moments.keys() ^ first.moments.keys():
+        state = Check("optimizer state", False, f"{sorted(missing)[0]} is kept in only one of the two")
+    else:
+        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in reference.moments.items()}
+        state = _within("optimizer state", reference.moments, first.moments, allowed)
+    updates = {
+        "update alone": (reference.start, reference.updated, first.updated),
+        "resumed update": (reference.updated, reference.resumed, first.resumed),
+    }
+    checks = [norms]
+    for name, (before, expected, got) in updates.items():
+        allowed = {
+            key: UPDATE_BOUND * (expected[key] - before[key]).norm().item()
+            + 2 * torch.finfo(expected[key].dtype).eps * expected[key].norm().item()
+            for key in trained
+        }
+        checks.append(_within(name, expected, got, allowed))
+    return [replace(check, kind="exact") for check in (*checks, state)]
 
 
 def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:

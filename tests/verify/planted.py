@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from shoal.config.layout import Layout
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.recipes import Recipe
-from shoal.strategies import DDPStrategy, DistributedStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, native
 from shoal.strategies.contract import Engaged
 from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
@@ -23,6 +24,8 @@ from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.native import NativeStrategy, Placed
 from shoal.strategies.update import Update
 from shoal.tensors import local_part, replace_parameters
+from shoal.training import session
+from shoal.training.optimizers import build_optimizer
 from shoal.types import StepInfo
 from shoal.verify import trace as trace_module
 from shoal.verify.trace import Shared, Trace, trace
@@ -178,6 +181,36 @@ def _step_without_clipping(step: Any) -> Any:
     return lambda self, max_norm=None, max_value=None: step(self, None, max_value)
 
 
+def _with_other_groups(**factors: float) -> Any:
+    """Builds optimizers with some numbers multiplied."""
+
+    def build(training: Any, groups: Any) -> Any:
+        optimizer = build_optimizer(training, groups)
+        for group in optimizer.param_groups:
+            for key, factor in factors.items():
+                if key in group:
+                    value = group[key]
+                    group[key] = tuple(factor * one for one in value) if isinstance(value, tuple) else factor * value
+        return optimizer
+
+    return patch.object(session, "build_optimizer", build)
+
+
+def _without_optimizer_state(restore: Any) -> Any:
+    return lambda model, optimizer, own, state: restore(model, optimizer, own, replace(state, optimizer={}))
+
+
+def _with_scaled_gradients(step: Any) -> Any:
+    def step_without_unscaling(self: Update, *args: Any) -> StepInfo:
+        loss_scale, self.loss_scale = self.loss_scale, None
+        try:
+            return step(self, *args)
+        finally:
+            self.loss_scale = loss_scale
+
+    return step_without_unscaling
+
+
 def _compute_twice(forward_backward: Any) -> Any:
     def twice(self: InTurn, batches: Any, micro_batches: Any, per_count: Any, recipe: Any, step: int) -> Any:
         with torch.no_grad():
@@ -194,6 +227,14 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
         "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
+        "decay twice": lambda: _with_other_groups(weight_decay=2),
+        "no decay": lambda: _with_other_groups(weight_decay=0),
+        "wrong betas": lambda: _with_other_groups(betas=0.98),
+        "learning rate 1% too high": lambda: _with_other_groups(initial_lr=1.01, lr=1.01),
+        "loss scale stays": lambda: patch.object(Update, "step", _with_scaled_gradients(Update.step)),
+        "optimizer state lost": lambda: patch.object(
+            native, "restore_state", _without_optimizer_state(native.restore_state)
+        ),
         "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
