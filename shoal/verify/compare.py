@@ -60,9 +60,9 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
     """Returns all checks of one layout; `reference` is the trace of one device."""
     bounds = BOUNDS[precision]
     first = ranks[0]
-    weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights, bounds.sgd_weights)}
+    weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights)}
     if reference.adamw_weights:
-        weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights, bounds.adamw_weights)
+        weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights)
     problem = next((rank.desync for rank in ranks if rank.desync), "")
     different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
@@ -78,7 +78,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         ),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
-        *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
+        *(_weights(name, reference, first, *tensors, bounds) for name, tensors in weights.items()),
         *_updates(reference, ranks),
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
@@ -120,18 +120,51 @@ def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str
 
 
 def _weights(
-    name: str, reference: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], relative: float, bounds: Bounds
+    name: str, reference: Trace, first: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds
 ) -> Check:
-    # Tensors whose gradient is zero except for rounding, such as a key bias, are left out: AdamW turns rounding errors
-    # into steps of full size.
-    rounding = 1e-6 * norm(reference.gradients)
+    """Compares weights after some steps, without the rows whose gradient is rounding only."""
+    relative = bounds.sgd_weights if name == "weights, SGD" else bounds.adamw_weights
+    kept = {key: _well_known_rows(key, reference, first, relative) for key in reference.gradients}
+    expected, got, start = (
+        {key: _rows(tensors[key])[rows] for key, rows in kept.items()} for tensors in (expected, got, reference.start)
+    )
     allowed = {
-        key: relative * (expected[key] - reference.start[key]).norm().item()
-        + bounds.floor * expected[key].norm().item()
-        for key, gradient in reference.gradients.items()
-        if gradient.norm().item() > rounding
+        key: relative * (expected[key] - start[key]).norm().item() + bounds.floor * expected[key].norm().item()
+        for key in kept
     }
-    return _within(name, expected, got, allowed)
+    check = _within(name, expected, got, allowed)
+    left_out = sum(int((~rows).sum()) for rows in kept.values())
+    return replace(check, detail=f"{check.detail}; {left_out} rows left out" if left_out else check.detail)
+
+
+def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) -> Tensor:
+    """Returns the mask of the rows of a parameter whose gradient is more than rounding, and so their movement too.
+
+    AdamW divides a gradient by its size, so it turns rounding errors into steps of full size. The gradient of a key's
+    bias is nothing else, and where queries, keys and values have one bias it is a part of a tensor. A row is left out
+    if its gradient is below a millionth of the whole one, or so near to what the two gradients of this tensor differ by
+    that its movement cannot be known to within `relative`. Whether gradients differ too much is not judged here.
+    """
+    mask = _row_norms(reference.gradients[key]) > 1e-6 * norm(reference.gradients)
+    for ours, theirs in (
+        (reference.gradients, first.gradients),
+        (reference.later_gradients, first.later_gradients),
+    ):
+        if key in ours and key in theirs:
+            gradient, difference = ours[key], ours[key] - theirs[key]
+            noise = difference.norm() / difference.numel() ** 0.5  # of one element
+            row = _row_norms(gradient) / max(1, _rows(gradient).shape[1]) ** 0.5
+            mask &= (row == 0) | (row * relative >= noise)
+    return mask
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor as rows: those of its first dimension, or its elements if it has no other."""
+    return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(1)
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    return _rows(tensor).norm(dim=1)
 
 
 def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -97,14 +97,18 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
         if adamw:
             tracer.train_with_adamw(steps)
             tracer.update_alone(shared or tracer.trace.shared())
-        is_first = tracer.strategy.is_main_process
-    return tracer.trace if is_first else _without_tensors(tracer.trace)
+    if not tracer.strategy.is_main_process:
+        _drop_tensors(tracer.trace)
+    return tracer.trace
 
 
-def _without_tensors(trace: Trace) -> Trace:
-    """Returns what is compared of all ranks; tensors are whole, and those of the first rank are enough."""
-    tensors = ("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights", "updated", "moments", "resumed")
-    return replace(trace, **{name: {} for name in tensors})
+def _drop_tensors(trace: Trace) -> None:
+    """Empties what is compared of the first rank alone, whose tensors are whole, so that it is not sent."""
+    for name in (
+        *("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights"),
+        *("updated", "moments", "resumed"),
+    ):
+        setattr(trace, name, {})
 
 
 class _Tracer:

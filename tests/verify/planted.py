@@ -117,6 +117,24 @@ class Unused(Ragged):
         return model
 
 
+class Attention(nn.Module):
+    """A residual attention whose queries, keys and values come from one matrix and one bias."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+class Fused(Ragged):
+    """Has a fused bias, of which the gradient of the keys' third is zero except for rounding."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), Attention(), Block(), nn.Linear(16, 13))
+
+
 class Normed(Ragged):
     """Has a BatchNorm, which mixes the samples of a batch."""
 

@@ -129,6 +129,40 @@ def test_exit_codes() -> None:
     assert verdict("exact", mixing=["norm"]).outcome == "different"
 
 
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_the_keys_part_of_a_fused_bias_is_rounding_and_not_judged_by_its_steps(pool2: Pool, precision: str) -> None:
+    run = ragged("Fused", global_batch_size=11, gradient_accumulation=2, mixed_precision=precision)
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2))
+    assert failed(verdict) == {}
+    runner = runner_on(pool2, partial(trace_with, "learning rate 1% too high"))
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner)
+    assert {"update alone"} <= failed(verdict).keys()
+    assert ("weights, AdamW" in failed(verdict)) == (precision == "fp32")
+
+
+def test_rows_whose_gradient_is_more_than_rounding_are_judged() -> None:
+    """Of a fused bias, the first and last thirds have gradients; the middle third has rounding errors alone."""
+    rounding = torch.tensor([0.0, 0, 0, 0, 1, -1, 1, -1, 0, 0, 0, 0]) * 1e-8
+    gradient = torch.tensor([1.0, 2, 3, 4, 0, 0, 0, 0, 4, 3, 2, 1])
+    start, steps = {"bias": torch.zeros(12)}, {"bias": torch.cat([torch.ones(5), -torch.ones(3), torch.ones(4)])}
+    reference = Trace(
+        start=start, gradients={"bias": gradient + rounding}, sgd_weights=steps, adamw_weights=steps, max_norm=1.0
+    )
+
+    def adamw_check(**changed_rows: float) -> Check:
+        weights = steps["bias"].clone()
+        for row, value in changed_rows.items():
+            weights[int(row.removeprefix("row"))] = value
+        layout = replace(reference, gradients={"bias": gradient - rounding}, adamw_weights={"bias": weights})
+        checks = compare(reference, [layout], ExpectedWork(1, None, {}), "fp32")
+        return next(check for check in checks if check.name == "weights, AdamW")
+
+    assert adamw_check(row4=-1.0, row7=1.0).passed
+    assert "4 rows left out" in adamw_check().detail
+    assert not adamw_check(row0=1.01).passed
+    assert not adamw_check(row11=-1.0).passed
+
+
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
     """Equal results are not enough: the ranks must share the work."""
     run = ragged(global_batch_size=12, gradient_accumulation=3)

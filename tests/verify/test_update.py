@@ -94,7 +94,7 @@ def test_optimizer_state_that_is_not_restored_is_found(pool2: Pool, layout: str)
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_update_of_an_offloaded_optimizer_is_checked(pool2: Pool, stage: int, precision: str) -> None:
     options = {"offload_optimizer": "cpu", "stage3_param_persistence_threshold": 0}
     run = ragged(distributed={"deepspeed": options}, global_batch_size=11, mixed_precision=precision)
