@@ -79,6 +79,8 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
         *(_weights(name, reference, first, *tensors, bounds) for name, tensors in weights.items()),
+        _untrained(reference, first, bounds),
+        _equal_scalars("evaluation", reference.evaluation, [rank.evaluation for rank in ranks], bounds.gradient),
         *_updates(reference, ranks),
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
@@ -165,6 +167,33 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _row_norms(tensor: Tensor) -> Tensor:
     return _rows(tensor).norm(dim=1)
+
+
+def _untrained(reference: Trace, first: Trace, bounds: Bounds) -> Check:
+    """Compares buffers, and parameters without a gradient in the first step, after the steps with SGD.
+
+    What one device has not changed must be bit-equal. Other values may differ like weights, and by the precision of
+    numbers around 1: the mean of an activation may be zero except for rounding.
+    """
+    names = reference.sgd_weights.keys() - reference.gradients.keys()
+    if different := names - first.sgd_weights.keys():
+        return Check("buffers", False, f"{min(different)} is missing")
+    expected, got, allowed = {}, {}, {}
+    for name in names:
+        before, after = reference.start[name], reference.sgd_weights[name]
+        expected[name], got[name] = after.double(), first.sgd_weights[name].double()
+        moved = 0.0 if torch.equal(before, after) or not after.is_floating_point() else _distance(after, before)
+        rounding = bounds.floor * (after.norm().item() + after.numel() ** 0.5) if moved else 0.0
+        allowed[name] = bounds.sgd_weights * moved + rounding
+    check = _within("buffers", expected, got, allowed)
+    if check.passed:
+        return replace(check, detail=check.detail if names else "the model has none")
+    hint = "; if it depends on the samples of a batch, each rank has changed it by its own, and rank 0's value is kept"
+    return replace(check, detail=check.detail + hint)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).norm().item()
 
 
 def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:

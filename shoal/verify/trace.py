@@ -59,6 +59,9 @@ class Trace:
     later_gradients: dict[str, Tensor] = field(default_factory=dict)
     """From the reference's weights after the last step, on the batch after it."""
     sgd_weights: dict[str, Tensor] = field(default_factory=dict)
+    """With buffers, as a checkpoint would have them."""
+    evaluation: list[float] = field(default_factory=list)
+    """The loss of an evaluation after the last step with SGD, on the batch after it."""
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
     update_norms: list[float] = field(default_factory=list)
     """The gradient norms of the updates alone."""
@@ -138,9 +141,11 @@ class _Tracer:
             trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
+            next_batch = next(batches)
+            trace.evaluation = [self._evaluate(next_batch)]
             if shared is not None:
                 self.session.load_state(TrainState(shared.weights, {}))
-            self._forward_backward(next(batches), steps)
+            self._forward_backward(next_batch, steps)
             trace.later_gradients = self._gradients()
 
     def train_with_adamw(self, steps: int) -> None:
@@ -199,6 +204,14 @@ class _Tracer:
             output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Returns the loss of an evaluation as a run makes it."""
+        self.model.eval()
+        self.strategy.sync_buffers(self.model)
+        loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
+        self.model.train()
+        return loss
 
     def _gradients(self) -> dict[str, Tensor]:
         scale = self._loss_scale()

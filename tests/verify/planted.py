@@ -26,7 +26,7 @@ from shoal.strategies.update import Update
 from shoal.tensors import local_part, replace_parameters
 from shoal.training import session
 from shoal.training.optimizers import build_optimizer
-from shoal.types import StepInfo
+from shoal.types import StepInfo, StepOutput
 from shoal.verify import trace as trace_module
 from shoal.verify.trace import Shared, Trace, trace
 from shoal.weights.materialise import materialise
@@ -135,6 +135,28 @@ class Fused(Ragged):
         return nn.Sequential(nn.Embedding(13, 16), Attention(), Block(), nn.Linear(16, 13))
 
 
+class RunningMean(nn.Module):
+    """Keeps a running mean of its inputs, and subtracts it in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x - self.mean
+        self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        return x
+
+
+class Tracking(Ragged):
+    """Has a buffer that each rank changes by its own samples; only an evaluation uses it."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), RunningMean(), Block(), nn.Linear(16, 13))
+
+
 class Normed(Ragged):
     """Has a BatchNorm, which mixes the samples of a batch."""
 
@@ -168,6 +190,9 @@ class GatherEverything(NativeStrategy):
     def step(self, optimizer: Any, max_norm: float | None = None) -> StepInfo:
         optimizer.zero_grad()
         return StepInfo(torch.zeros(()), torch.zeros(()))
+
+    def evaluate(self, model: nn.Module, *args: Any) -> StepOutput:
+        return super().evaluate(self.engine, *args)
 
     def load_state(self, *args: Any) -> None:
         pass
@@ -229,6 +254,14 @@ def _with_scaled_gradients(step: Any) -> Any:
     return step_without_unscaling
 
 
+def _without_last_micro_batch(score: Any) -> Any:
+    def score_others(self: InTurn, *args: Any) -> list[Tensor]:
+        *losses, last = score(self, *args)
+        return [*losses, 0 * last]
+
+    return score_others
+
+
 def _compute_twice(forward_backward: Any) -> Any:
     def twice(self: InTurn, batches: Any, micro_batches: Any, per_count: Any, recipe: Any, step: int) -> Any:
         with torch.no_grad():
@@ -252,6 +285,9 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         "loss scale stays": lambda: patch.object(Update, "step", _with_scaled_gradients(Update.step)),
         "optimizer state lost": lambda: patch.object(
             native, "restore_state", _without_optimizer_state(native.restore_state)
+        ),
+        "evaluation forgets a micro-batch": lambda: patch.object(
+            InTurn, "score", _without_last_micro_batch(InTurn.score)
         ),
         "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),

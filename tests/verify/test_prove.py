@@ -61,6 +61,7 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
         ("forgotten 1/accumulation", "gradients", "a constant factor is missing"),
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
+        ("evaluation forgets a micro-batch", "evaluation", "on one device"),
         ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
 )
@@ -161,6 +162,22 @@ def test_rows_whose_gradient_is_more_than_rounding_are_judged() -> None:
     assert "4 rows left out" in adamw_check().detail
     assert not adamw_check(row0=1.01).passed
     assert not adamw_check(row11=-1.0).passed
+
+
+def test_a_buffer_that_depends_on_the_layout_is_found_and_so_is_the_evaluation_that_uses_it(pool2: Pool) -> None:
+    (ddp,) = prove(ragged("Tracking", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert failed(ddp).keys() == {"buffers", "evaluation"}
+    assert "worst tensor 1.mean" in failed(ddp)["buffers"]
+    assert ddp.outcome == "different"
+
+
+def test_frozen_parameters_that_change_are_found() -> None:
+    ones = {"frozen": torch.ones(2), "weight": torch.ones(2)}
+    reference = Trace(start=ones, gradients={"weight": torch.ones(2)}, sgd_weights=ones)
+    changed = replace(reference, sgd_weights={**ones, "frozen": torch.tensor([1.0, 1.0000001])})
+    for layout, passes in ((reference, True), (changed, False)):
+        checks = {check.name: check for check in compare(reference, [layout], ExpectedWork(1, None, {}), "bf16")}
+        assert checks["buffers"].passed is passes
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
