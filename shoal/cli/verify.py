@@ -24,9 +24,13 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check on this config that all layouts compute the same training and do the work they promise."""
+    """Check on this config that all layouts compute the same training and do the work they promise.
+
+    Exit codes: 0 if all do, 1 if a layout does not compute the same, 2 for a mistake in the config or a layout in
+    --strategies that refuses the model, 3 if a layout does other work than promised or cannot be compared.
+    """
     from shoal.config import load_run
-    from shoal.verify import print_verdict, prove
+    from shoal.verify import exit_code, print_verdict, prove
 
     layouts = [name for name in strategies.split(",") if name] or None
     on_verdict = (lambda verdict: None) if as_json else print_verdict
@@ -36,4 +40,5 @@ def verify(
     )
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
-    raise typer.Exit(0 if all(verdict.passed for verdict in verdicts) else 1)
+    if code := exit_code(verdicts, asked_by_name=bool(layouts)):
+        raise typer.Exit(code)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shoal.verify.expected_work import PLAIN_NAMES, ExpectedWork, Range
-from shoal.verify.trace import Trace
+from shoal.verify.trace import Trace, norm
+
+CheckKind = Literal["exact", "values", "work"]
+"""What a check is about: `exact` holds whatever the model computes, `values` compares what the forward computes, and
+`work` compares what each rank holds, computes and sends with what the layout promises."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Check:
     name: str
     passed: bool
     detail: str
+    kind: CheckKind = "values"
 
 
 @dataclass(frozen=True)
@@ -45,27 +51,37 @@ BOUNDS = {
 """By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large."""
 
 
+UPDATE_BOUND = 1e-5
+"""How much an update alone may differ, relative to its norm, in every precision: weights, gradients and optimizer state
+are those of one device, so nothing is rounded more than fp32 rounds."""
+
+
 def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precision: str) -> list[Check]:
     """Returns all checks of one layout; `reference` is the trace of one device."""
     bounds = BOUNDS[precision]
     first = ranks[0]
-    weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights, bounds.sgd_weights)}
+    weights = {"weights, SGD": (reference.sgd_weights, first.sgd_weights)}
     if reference.adamw_weights:
-        weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights, bounds.adamw_weights)
+        weights["weights, AdamW"] = (reference.adamw_weights, first.adamw_weights)
     problem = next((rank.desync for rank in ranks if rank.desync), "")
     different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
-        Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients"),
+        Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients", "exact"),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
+        _clipping(reference, ranks),
         Check(
             "initial weights",
             not different,
             f"{different[0]} and {len(different) - 1} other tensors differ" if different else "bit-equal",
+            "exact",
         ),
         _gradients("gradients", reference.gradients, first.gradients, bounds),
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
-        *(_weights(name, reference, *tensors_and_bound, bounds) for name, tensors_and_bound in weights.items()),
+        *(_weights(name, reference, first, *tensors, bounds) for name, tensors in weights.items()),
+        _untrained(reference, first, bounds),
+        _equal_scalars("evaluation", reference.evaluation, [rank.evaluation for rank in ranks], bounds.gradient),
+        *_updates(reference, ranks),
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
     ]
@@ -81,10 +97,17 @@ def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]],
     return Check(name, worst <= bound, f"largest relative difference {worst:.1e}: {detail}")
 
 
+def _clipping(reference: Trace, ranks: list[Trace]) -> Check:
+    """Checks that clipping was in force at the first step: a norm below the limit would prove nothing about it."""
+    first = min((trace.grad_norms[0] for trace in (reference, *ranks) if trace.grad_norms), default=0.0)
+    detail = f"the gradient norm of the first step, {first:.7g}, is clipped to {reference.max_norm:.7g}"
+    return Check("clipping", first > reference.max_norm, detail)
+
+
 def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds) -> Check:
     if missing := expected.keys() ^ got.keys():
         return Check(name, False, f"{sorted(missing)[0]} has a gradient in only one of the two")
-    floor = bounds.floor * _norm(expected)
+    floor = bounds.floor * norm(expected)
     allowed = {key: bounds.gradient * tensor.norm().item() + floor for key, tensor in expected.items()}
     check = _within(name, expected, got, allowed)
     return check if check.passed else replace(check, detail=check.detail + _constant_factor(expected, got))
@@ -92,25 +115,111 @@ def _gradients(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], b
 
 def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str:
     """Returns a hint if all gradients are wrong by the same factor, a typical mistake that Adam would hide."""
-    scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(_norm(expected) ** 2, 1e-30)
-    if _norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * _norm(got):
+    scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(norm(expected) ** 2, 1e-30)
+    if norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * norm(got):
         return ""
     return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
 
 
 def _weights(
-    name: str, reference: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], relative: float, bounds: Bounds
+    name: str, reference: Trace, first: Trace, expected: dict[str, Tensor], got: dict[str, Tensor], bounds: Bounds
 ) -> Check:
-    # Tensors whose gradient is zero except for rounding, such as a key bias, are left out: AdamW turns rounding errors
-    # into steps of full size.
-    rounding = 1e-6 * _norm(reference.gradients)
+    """Compares weights after some steps, without the rows whose gradient is rounding only."""
+    relative = bounds.sgd_weights if name == "weights, SGD" else bounds.adamw_weights
+    kept = {key: _well_known_rows(key, reference, first, relative) for key in reference.gradients}
+    expected, got, start = (
+        {key: _rows(tensors[key])[rows] for key, rows in kept.items()} for tensors in (expected, got, reference.start)
+    )
     allowed = {
-        key: relative * (expected[key] - reference.start[key]).norm().item()
-        + bounds.floor * expected[key].norm().item()
-        for key, gradient in reference.gradients.items()
-        if gradient.norm().item() > rounding
+        key: relative * (expected[key] - start[key]).norm().item() + bounds.floor * expected[key].norm().item()
+        for key in kept
     }
-    return _within(name, expected, got, allowed)
+    check = _within(name, expected, got, allowed)
+    left_out = sum(int((~rows).sum()) for rows in kept.values())
+    return replace(check, detail=f"{check.detail}; {left_out} rows left out" if left_out else check.detail)
+
+
+def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) -> Tensor:
+    """Returns the mask of the rows of a parameter whose gradient is more than rounding, and so their movement too.
+
+    AdamW divides a gradient by its size, so it turns rounding errors into steps of full size. The gradient of a key's
+    bias is nothing else, and where queries, keys and values have one bias it is a part of a tensor. A row is left out
+    if its gradient is below a millionth of the whole one, or so near to what the two gradients of this tensor differ by
+    that its movement cannot be known to within `relative`. Whether gradients differ too much is not judged here.
+    """
+    mask = _row_norms(reference.gradients[key]) > 1e-6 * norm(reference.gradients)
+    for ours, theirs in (
+        (reference.gradients, first.gradients),
+        (reference.later_gradients, first.later_gradients),
+    ):
+        if key in ours and key in theirs:
+            gradient, difference = ours[key], ours[key] - theirs[key]
+            noise = difference.norm() / difference.numel() ** 0.5  # of one element
+            row = _row_norms(gradient) / max(1, _rows(gradient).shape[1]) ** 0.5
+            mask &= (row == 0) | (row * relative >= noise)
+    return mask
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor as rows: those of its first dimension, or its elements if it has no other."""
+    return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(1)
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    return _rows(tensor).norm(dim=1)
+
+
+def _untrained(reference: Trace, first: Trace, bounds: Bounds) -> Check:
+    """Compares buffers, and parameters without a gradient in the first step, after the steps with SGD.
+
+    What one device has not changed must be bit-equal. Other values may differ like weights, and by the precision of
+    numbers around 1: the mean of an activation may be zero except for rounding.
+    """
+    names = reference.sgd_weights.keys() - reference.gradients.keys()
+    if different := names - first.sgd_weights.keys():
+        return Check("buffers", False, f"{min(different)} is missing")
+    expected, got, allowed = {}, {}, {}
+    for name in names:
+        before, after = reference.start[name], reference.sgd_weights[name]
+        expected[name], got[name] = after.double(), first.sgd_weights[name].double()
+        moved = 0.0 if torch.equal(before, after) or not after.is_floating_point() else _distance(after, before)
+        rounding = bounds.floor * (after.norm().item() + after.numel() ** 0.5) if moved else 0.0
+        allowed[name] = bounds.sgd_weights * moved + rounding
+    check = _within("buffers", expected, got, allowed)
+    if check.passed:
+        return replace(check, detail=check.detail if names else "the model has none")
+    hint = "; if it depends on the samples of a batch, each rank has changed it by its own, and rank 0's value is kept"
+    return replace(check, detail=check.detail + hint)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).norm().item()
+
+
+def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
+    """Checks the update by itself: from weights and gradients of one device, and again after loading a state."""
+    if not reference.updated:
+        return []
+    first, trained = ranks[0], reference.gradients
+    norms = _equal_scalars("update norm", reference.update_norms, [rank.update_norms for rank in ranks], UPDATE_BOUND)
+    if missing := reference.moments.keys() ^ first.moments.keys():
+        state = Check("optimizer state", False, f"{sorted(missing)[0]} is kept in only one of the two")
+    else:
+        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in reference.moments.items()}
+        state = _within("optimizer state", reference.moments, first.moments, allowed)
+    updates = {
+        "update alone": (reference.start, reference.updated, first.updated),
+        "resumed update": (reference.updated, reference.resumed, first.resumed),
+    }
+    checks = [norms]
+    for name, (before, expected, got) in updates.items():
+        allowed = {
+            key: UPDATE_BOUND * (expected[key] - before[key]).norm().item()
+            + 2 * torch.finfo(expected[key].dtype).eps * expected[key].norm().item()
+            for key in trained
+        }
+        checks.append(_within(name, expected, got, allowed))
+    return [replace(check, kind="exact") for check in (*checks, state)]
 
 
 def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:
@@ -133,7 +242,7 @@ def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[
         if fraction is not None:
             measured = max(getattr(rank, attribute) for rank in ranks) / max(getattr(reference, attribute), 1)
             detail = f"{measured:.2f} of one device on the rank with the most, expected at most {fraction:.2f}"
-            checks.append(Check(name, measured <= fraction + tolerance, detail))
+            checks.append(Check(name, measured <= fraction + tolerance, detail, "work"))
     return checks
 
 
@@ -153,8 +262,4 @@ def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -
             passed = passed and allowed.low - tolerance <= sent <= allowed.high + tolerance
             details.append(f"{name} {sent:.2f} (expected {allowed})")
     unit = "bytes sent per step, relative to the bytes of all trained parameters: "
-    return Check("collectives", passed, unit + "; ".join(details) if details else "none")
-
-
-def _norm(named: dict[str, Tensor]) -> float:
-    return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0
+    return Check("collectives", passed, unit + "; ".join(details) if details else "none", "work")

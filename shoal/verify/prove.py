@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from torch import Tensor
 
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import data_size
@@ -26,10 +25,21 @@ from shoal.verify.layouts import (
     reference_run,
     why_not,
 )
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 
-Runner = Callable[[Run, int, int, dict[str, Tensor] | None], list[Trace]]
-"""(run, number of processes, steps, weights for the later gradients) → the trace of each rank."""
+Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
+"""(run, number of processes, steps, what one device computed) → the trace of each rank."""
+
+
+Outcome = Literal["same", "other work", "not comparable", "different", "left out"]
+OUTCOMES: Mapping[Outcome, str] = {
+    "same": "same training as on one device",
+    "other work": "same training as on one device, but more or other work than promised",
+    "not comparable": "cannot be compared with one device",
+    "different": "NOT the same training as on one device",
+    "left out": "left out",
+}
+"""How a verdict is printed."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,47 @@ class Verdict:
     """Modules that mix the samples of a batch, such as BatchNorm; with them no two layouts compute the same."""
     own_layout: str | None = None
     """The description of the config's own layout, if this is that layout."""
+    left_out: str = ""
+    """The reason why the layout refused this model, if it did."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The result in one word. Equal numbers and the promised work are judged separately."""
+        failed = {check.kind for check in self.checks if not check.passed}
+        if self.left_out:
+            return "left out"
+        if "exact" in failed or ("values" in failed and not self.mixing):
+            return "different"
+        if "values" in failed:
+            return "not comparable"
+        return "other work" if failed else "same"
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
+        return self.outcome == "same"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as plain data, for JSON."""
-        return {**asdict(self), "passed": self.passed, "own": self.own_layout is not None}
+        return {
+            **asdict(self),
+            "outcome": self.outcome,
+            "passed": self.passed,
+            "own": self.own_layout is not None,
+        }
 
 
-def in_new_processes(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+def exit_code(verdicts: Sequence[Verdict], asked_by_name: bool) -> int:
+    """Returns the exit code of `shoal verify`: 1 if a layout is not the same, 2 if a layout that was asked for by name
+    refused, 3 if something else keeps a layout from being proved, 0 if all are proved."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    if "different" in outcomes:
+        return 1
+    if "left out" in outcomes and asked_by_name:
+        return 2
+    return 0 if "same" in outcomes and outcomes <= {"same", "left out"} else 3
+
+
+def in_new_processes(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
     """Trains in `procs` new processes and returns the trace of each rank."""
     return run_function(trace, (run, steps, shared), procs, "spawn")
 
@@ -69,7 +109,8 @@ def prove(
 ) -> list[Verdict]:
     """Compares layouts with one device: those in `layouts`, or all that fit the config and the config's own.
 
-    Calls `on_verdict` after each layout, and `on_warning` if the config's own layout cannot be proved.
+    Calls `on_verdict` after each layout, and `on_warning` if the config's own layout cannot be proved. A layout that
+    refuses the model when it is built or trained gets a verdict with the reason.
     """
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: both must be at least 2")
@@ -78,15 +119,21 @@ def prove(
     if not layouts and why_own_missing:
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
+    shared = reference.shared()
     verdicts = []
     for candidate in chosen:
         new_run = candidate_run(run, candidate, procs)
         layout = layout_on(new_run, procs)
-        traces = runner(new_run, layout.world_size, steps, reference.sgd_weights)
+        own_layout = own.description if own and own.name == candidate.name else None
+        try:
+            traces = runner(new_run, layout.world_size, steps, shared)
+        except UserError as refusal:  # the other layouts can still be proved
+            verdicts.append(Verdict(candidate.name, layout.world_size, [], [], own_layout, str(refusal)))
+            on_verdict(verdicts[-1])
+            continue
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
         checks = compare(reference, traces, expected, layout.precision)
-        own_layout = own.description if own and own.name == candidate.name else None
         verdicts.append(Verdict(candidate.name, layout.world_size, checks, reference.mixing, own_layout))
         on_verdict(verdicts[-1])
     return verdicts
@@ -123,13 +170,14 @@ def _choose(
 def print_verdict(verdict: Verdict) -> None:
     """Prints a title and one line for each check; failed checks are red on a terminal."""
     console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    result = "same training as on one device" if verdict.passed else "NOT the same training as on one device"
     own_layout = f" (this config's own layout: {verdict.own_layout})" if verdict.own_layout else ""
+    result = OUTCOMES[verdict.outcome] + (f": {verdict.left_out}" if verdict.left_out else "")
     console.print(f"{verdict.layout} on {verdict.procs} process{'es' * (verdict.procs > 1)}: {result}{own_layout}")
     for check in verdict.checks:
         result, style = ("ok", None) if check.passed else ("FAILED", "red")
         console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
-    if verdict.mixing and not verdict.passed:
+    if verdict.outcome == "not comparable":
         console.print(
-            f"these modules mix the samples of a batch, so layouts cannot compute the same: {', '.join(verdict.mixing)}"
+            f"  these modules mix the samples of a micro-batch, so layouts compute other numbers: "
+            f"{', '.join(verdict.mixing)}"
         )

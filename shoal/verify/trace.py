@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
-from shoal.config.schema import SGD
+from shoal.config.schema import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.processes.board import once_per_node
@@ -22,11 +22,27 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
+from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
+from shoal.verify.gradients import set_gradients
 
+UPDATE_LEARNING_RATE = 0.01
+"""For the update alone: large enough that weight decay is far above the precision of the weights."""
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
-MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What one device computed and every layout is given, so that later checks begin with equal numbers."""
+
+    max_norm: float
+    """Half of the first gradient norm of one device, so that clipping is in force at least in the first step."""
+    weights: dict[str, Tensor]
+    """For the later gradients."""
+    gradients: dict[str, Tensor]
+    later_gradients: dict[str, Tensor]
+    """Both kinds, for the update alone."""
 
 
 @dataclass
@@ -35,13 +51,26 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    max_norm: float = 0.0
+    """What gradients were clipped to."""
     start: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step."""
     later_gradients: dict[str, Tensor] = field(default_factory=dict)
     """From the reference's weights after the last step, on the batch after it."""
     sgd_weights: dict[str, Tensor] = field(default_factory=dict)
+    """With buffers, as a checkpoint would have them."""
+    evaluation: list[float] = field(default_factory=list)
+    """The loss of an evaluation after the last step with SGD, on the batch after it."""
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
+    update_norms: list[float] = field(default_factory=list)
+    """The gradient norms of the updates alone."""
+    updated: dict[str, Tensor] = field(default_factory=dict)
+    """The weights after one update from the first weights, with the gradients of one device."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """The state of the optimizer after that update, by the names of parameter and slot."""
+    resumed: dict[str, Tensor] = field(default_factory=dict)
+    """The weights after one more update, before which weights and optimizer state were loaded as from a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
     parameter_bytes: int = 0
@@ -55,18 +84,34 @@ class Trace:
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
 
+    def shared(self) -> Shared:
+        """Returns what every layout is given, if this is the trace of one device."""
+        return Shared(self.max_norm, self.sgd_weights, self.gradients, self.later_gradients)
 
-def trace(run: Run, steps: int, shared: dict[str, Tensor] | None = None, adamw: bool = True) -> Trace:
+
+def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True) -> Trace:
     """Trains `steps` steps with SGD and again with AdamW, if `adamw` is true, dropout off, and notes what happens.
 
-    `shared` are the weights for the later gradients; the reference goes on from its own.
+    `shared` comes from the trace of one device; it is None if this is that trace.
     """
     tracer = _Tracer(run)
     with tracer.strategy:
         tracer.train_with_sgd(steps, shared)
         if adamw:
             tracer.train_with_adamw(steps)
+            tracer.update_alone(shared or tracer.trace.shared())
+    if not tracer.strategy.is_main_process:
+        _drop_tensors(tracer.trace)
     return tracer.trace
+
+
+def _drop_tensors(trace: Trace) -> None:
+    """Empties what is compared of the first rank alone, whose tensors are whole, so that it is not sent."""
+    for name in (
+        *("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights"),
+        *("updated", "moments", "resumed"),
+    ):
+        setattr(trace, name, {})
 
 
 class _Tracer:
@@ -76,7 +121,7 @@ class _Tracer:
         self.recipe = run.recipe_type(run.recipe_config)
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
-    def train_with_sgd(self, steps: int, shared: dict[str, Tensor] | None) -> None:
+    def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
         self._prepare(SGD_TRAINING)
         trace = self.trace
         trace.start = _whole(self.session.state().model)
@@ -88,25 +133,60 @@ class _Tracer:
             for step, micro_batches in enumerate(islice(batches, steps)):
                 loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
                 if step == 0:
-                    trace.gradients = _whole(self.strategy.gradients(self.model))
+                    trace.gradients = self._gradients()
+                    trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
-                trace.grad_norms.append(self.strategy.step(self.optimizer, MAX_NORM).grad_norm.item())
+                trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
             trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
+            next_batch = next(batches)
+            trace.evaluation = [self._evaluate(next_batch)]
             if shared is not None:
-                self.session.load_state(TrainState(shared, {}))
-            self._forward_backward(next(batches), steps)
-            trace.later_gradients = _whole(self.strategy.gradients(self.model))
+                self.session.load_state(TrainState(shared.weights, {}))
+            self._forward_backward(next_batch, steps)
+            trace.later_gradients = self._gradients()
 
     def train_with_adamw(self, steps: int) -> None:
-        self._prepare({})
+        training = self.run.config.training
+        optimizer = training.optimizer if isinstance(training.optimizer, AdamW) else AdamW()
+        self._prepare({"optimizer": optimizer, "weight_decay": training.weight_decay or 0.1})
         with closing(self._loader()) as loader:
             for step, micro_batches in enumerate(islice(loader, steps)):
                 self._forward_backward(micro_batches, step)
-                self.strategy.step(self.optimizer, MAX_NORM)
+                self.strategy.step(self.optimizer, self.trace.max_norm)
         self.trace.adamw_weights = _whole(self.session.state().model)
+
+    def update_alone(self, shared: Shared) -> None:
+        """Updates from equal weights with equal gradients, which leaves no rounding of the precision to hide behind.
+
+        After the first update, state is collected and loaded, as a checkpoint is. The second gradient is another one:
+        with the first one again, AdamW would take the same step whatever its betas are.
+        """
+        set_learning_rate(self.optimizer, UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
+        self.session.load_state(TrainState(self.trace.start, {}))
+        self.trace.updated, moments = self._update_with(shared.gradients, shared.max_norm)
+        self.trace.moments = {f"{name} {slot}": t for name, slots in moments.items() for slot, t in slots.items()}
+        self.session.load_state(TrainState(self.trace.updated, moments))
+        self.trace.resumed, _ = self._update_with(shared.later_gradients, shared.max_norm)
+
+    def _update_with(
+        self, gradients: dict[str, Tensor], max_norm: float
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Returns the whole weights and optimizer state after an update with these gradients."""
+        if self.strategy.layout.engine == "deepspeed":
+            with closing(self._loader()) as loader:
+                self._forward_backward(next(iter(loader)), 0)
+        set_gradients(self.strategy, self.model, gradients, self._loss_scale())
+        self.trace.update_norms.append(self.strategy.step(self.optimizer, max_norm).grad_norm.item())
+        state = self.session.state()
+        flat = _whole({f"{name} {slot}": t for name, slots in state.optimizer.items() for slot, t in slots.items()})
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in flat.items():
+            name, slot = key.rsplit(" ", 1)
+            moments.setdefault(name, {})[slot] = tensor
+        return _whole(state.model), moments
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
@@ -125,6 +205,23 @@ class _Tracer:
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
 
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Returns the loss of an evaluation as a run makes it."""
+        self.model.eval()
+        self.strategy.sync_buffers(self.model)
+        loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
+        self.model.train()
+        return loss
+
+    def _gradients(self) -> dict[str, Tensor]:
+        scale = self._loss_scale()
+        return {name: gradient / scale for name, gradient in _whole(self.strategy.gradients(self.model)).items()}
+
+    def _loss_scale(self) -> float:
+        """Returns the factor that gradients carry under fp16."""
+        is_scaled = self.strategy.layout.precision == "fp16"
+        return self.session.state().strategy["loss_scale"].item() if is_scaled else 1.0
+
     def _note_desync(self, micro_batches: Sequence[MicroBatch], loader: Loader) -> None:
         if self.strategy.data_size == 1 or self.trace.desync:
             return
@@ -133,6 +230,11 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
+
+
+def norm(named: dict[str, Tensor]) -> float:
+    """Returns the norm of all elements of these tensors."""
+    return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0
 
 
 def _no_dropout(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""Small recipes for `prove`, and four typical bugs of distributed training that it must find."""
+"""Small recipes for `prove`, and typical bugs of distributed training that it must find."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,16 +16,19 @@ from shoal.config.layout import Layout
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.recipes import Recipe
-from shoal.strategies import DDPStrategy, DistributedStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, native
 from shoal.strategies.contract import Engaged
 from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.native import NativeStrategy
+from shoal.strategies.update import Update
 from shoal.tensors import local_part, replace_parameters
-from shoal.types import StepInfo
+from shoal.training import session
+from shoal.training.optimizers import build_optimizer
+from shoal.types import StepInfo, StepOutput
 from shoal.verify import trace as trace_module
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 from shoal.weights.materialise import materialise
 
 
@@ -79,6 +83,80 @@ class Frozen(Ragged):
         return model
 
 
+class Quiet(Ragged):
+    """Has a gradient whose norm is far below 1, a usual limit for clipping."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) / 100
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Scaled(Ragged):
+    """Has a parameter without dimensions, which FSDP refuses."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(*super().build_model(), Scale())
+
+
+class Unused(Ragged):
+    """Has parameters that take no part in the loss, which DDP refuses."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1].unused = nn.Linear(2, 2)
+        return model
+
+
+class Attention(nn.Module):
+    """A residual attention whose queries, keys and values come from one matrix and one bias."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+class Fused(Ragged):
+    """Has a fused bias, of which the gradient of the keys' third is zero except for rounding."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), Attention(), Block(), nn.Linear(16, 13))
+
+
+class RunningMean(nn.Module):
+    """Keeps a running mean of its inputs, and subtracts it in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x - self.mean
+        self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        return x
+
+
+class Tracking(Ragged):
+    """Has a buffer that each rank changes by its own samples; only an evaluation uses it."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), RunningMean(), Block(), nn.Linear(16, 13))
+
+
 class Normed(Ragged):
     """Has a BatchNorm, which mixes the samples of a batch."""
 
@@ -113,6 +191,9 @@ class GatherEverything(NativeStrategy):
         optimizer.zero_grad()
         return StepInfo(torch.zeros(()), torch.zeros(()))
 
+    def evaluate(self, model: nn.Module, *args: Any) -> StepOutput:
+        return super().evaluate(self.engine, *args)
+
     def load_state(self, *args: Any) -> None:
         pass
 
@@ -139,12 +220,76 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-def trace_with(bug: str, run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+def _step_without_clipping(step: Any) -> Any:
+    return lambda self, max_norm=None, max_value=None: step(self, None, max_value)
+
+
+def _with_other_groups(**factors: float) -> Any:
+    """Builds optimizers with some numbers multiplied."""
+
+    def build(training: Any, groups: Any) -> Any:
+        optimizer = build_optimizer(training, groups)
+        for group in optimizer.param_groups:
+            for key, factor in factors.items():
+                if key in group:
+                    value = group[key]
+                    group[key] = tuple(factor * one for one in value) if isinstance(value, tuple) else factor * value
+        return optimizer
+
+    return patch.object(session, "build_optimizer", build)
+
+
+def _without_optimizer_state(restore: Any) -> Any:
+    return lambda model, optimizer, own, state: restore(model, optimizer, own, replace(state, optimizer={}))
+
+
+def _with_scaled_gradients(step: Any) -> Any:
+    def step_without_unscaling(self: Update, *args: Any) -> StepInfo:
+        loss_scale, self.loss_scale = self.loss_scale, None
+        try:
+            return step(self, *args)
+        finally:
+            self.loss_scale = loss_scale
+
+    return step_without_unscaling
+
+
+def _without_last_micro_batch(score: Any) -> Any:
+    def score_others(self: InTurn, *args: Any) -> list[Tensor]:
+        *losses, last = score(self, *args)
+        return [*losses, 0 * last]
+
+    return score_others
+
+
+def _compute_twice(forward_backward: Any) -> Any:
+    def twice(self: InTurn, batches: Any, scales: Any, recipe: Any, step: int) -> Any:
+        with torch.no_grad():
+            self.score(self.engine.module, batches, recipe)
+        return forward_backward(self, batches, scales, recipe, step)
+
+    return twice
+
+
+def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     """Traces the run while a bug is planted in its strategy."""
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _count_of_first_micro_batch),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
+        "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
+        "decay twice": lambda: _with_other_groups(weight_decay=2),
+        "no decay": lambda: _with_other_groups(weight_decay=0),
+        "wrong betas": lambda: _with_other_groups(betas=0.98),
+        "learning rate 1% too high": lambda: _with_other_groups(initial_lr=1.01, lr=1.01),
+        "loss scale stays": lambda: patch.object(Update, "step", _with_scaled_gradients(Update.step)),
+        "optimizer state lost": lambda: patch.object(
+            native, "restore_state", _without_optimizer_state(native.restore_state)
+        ),
+        "evaluation forgets a micro-batch": lambda: patch.object(
+            InTurn, "score", _without_last_micro_batch(InTurn.score)
+        ),
+        "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():

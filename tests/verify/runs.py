@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
-from pool import Pool
-from torch import Tensor
+from pool import Pool, WorkerFailure
 
 from shoal.config import Run, check_run
+from shoal.errors import UserError
 from shoal.verify import Verdict
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 
-Tracer = Callable[[Run, int, dict[str, Tensor] | None, bool], Trace]
+Tracer = Callable[[Run, int, Shared | None, bool], Trace]
 
 with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 """Runs a test twice: with SGD only, and in the slow tier also with AdamW, which takes nearly twice as long.
@@ -41,12 +42,17 @@ def runner_on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
     Runs on one device are traced in this process, without `tracer`: a test may give a tracer with a bug in it.
     """
 
-    def run_layout(run: Run, procs: int, steps: int, shared: dict[str, Tensor] | None) -> list[Trace]:
+    def run_layout(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
         if shared is None:
             return [reference(run, steps, adamw)]
         if procs == 1:
             return [trace(run, steps, shared, adamw)]
-        return pool.run(tracer, run, steps, shared, adamw, init=False)
+        try:
+            return pool.run(tracer, run, steps, shared, adamw, init=False)
+        except WorkerFailure as failure:  # `shoal verify` gets a UserError from its processes as it was raised
+            if refusal := re.match(r"rank \d+ raised UserError: (.*)\n", str(failure)):
+                raise UserError(refusal[1]) from failure
+            raise
 
     return run_layout
 

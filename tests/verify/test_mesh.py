@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import pytest
 from pool import Pool
-from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
-from shoal.verify.trace import Trace, trace
+from shoal.verify.trace import Shared, Trace, trace
 from verify.runs import bdh, failed, llama, on_text, runner_on, with_adamw
 
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
@@ -120,15 +119,16 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: 
     run = on_text(tmp_path, "causal_lm", model, global_batch_size=6)
     for verdict in prove(run, 2, layouts, runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict).keys() <= ({"parameter bytes", "matmul FLOPs"} if capped else set()), verdict.layout
+        assert verdict.outcome == ("other work" if capped else "same")
 
 
-def trace_without_sums(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+def trace_without_sums(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     """Traces a run in which each rank takes its part of a gradient for the sum."""
     with patch("shoal.parallel.tensor.tensor_parallel.sum_gradients", lambda tensor, group: tensor):
         return trace(run, steps, shared, adamw)
 
 
-def trace_with_all_heads_swapped(run: Run, steps: int, shared: dict[str, Tensor] | None, adamw: bool) -> Trace:
+def trace_with_all_heads_swapped(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     """Traces a run in which ranks attend only to their own tokens."""
     with patch("shoal.parallel.context.ulysses.swap", lambda tensor, split, join, group: tensor):
         return trace(run, steps, shared, adamw)

@@ -18,8 +18,8 @@ from pool import Pool
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
-from shoal.verify import prove
-from shoal.verify.compare import compare
+from shoal.verify import Verdict, exit_code, print_verdict, prove
+from shoal.verify.compare import Check, CheckKind, compare
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.trace import Trace
@@ -61,6 +61,7 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
         ("forgotten 1/accumulation", "gradients", "a constant factor is missing"),
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
+        ("evaluation forgets a micro-batch", "evaluation", "on one device"),
         ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
 )
@@ -68,6 +69,115 @@ def test_planted_bugs_are_caught_by_name(pool2: Pool, bug: str, check: str, word
     run = ragged(global_batch_size=12, gradient_accumulation=3)
     (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, partial(trace_with, bug), adamw=False))
     assert words in failed(verdict)[check]
+
+
+def test_a_layout_that_does_not_clip_is_found_also_if_gradients_are_small(pool2: Pool) -> None:
+    run = ragged("Quiet", global_batch_size=12)
+    correct = runner_on(pool2, adamw=False)
+    (verdict,) = prove(run, 2, ["ddp"], runner=correct)
+    assert failed(verdict) == {}
+    assert "is clipped to" in {check.name: check.detail for check in verdict.checks}["clipping"]
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, partial(trace_with, "no clipping"), adamw=False))
+    assert "weights, SGD" in failed(verdict)
+
+
+def test_clipping_that_was_not_in_force_is_no_proof() -> None:
+    ones = {"a": torch.ones(2)}
+    trace = Trace(grad_norms=[1.0], max_norm=1.0, start=ones, gradients=ones, sgd_weights=ones)
+    checks = {check.name: check for check in compare(trace, [trace], ExpectedWork(1, None, {}), "fp32")}
+    assert not checks["clipping"].passed
+
+
+def test_more_work_than_promised_is_another_verdict_than_other_numbers(
+    pool2: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = runner_on(pool2, partial(trace_with, "computes twice"), adamw=False)
+    (verdict,) = prove(ragged(global_batch_size=12), 2, ["ddp"], runner=runner)
+    assert failed(verdict).keys() == {"matmul FLOPs"}
+    assert (verdict.outcome, verdict.passed) == ("other work", False)
+    print_verdict(verdict)
+    said = capsys.readouterr().out
+    assert "ddp on 2 processes: same training as on one device, but more or other work than promised" in said
+    assert "NOT" not in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "refuses", "words"),
+    [("Scaled", "fsdp", "factor is a single number"), ("Unused", "ddp", "took no part in the loss")],
+)
+def test_a_layout_that_refuses_the_model_does_not_keep_the_others_from_their_proof(
+    pool2: Pool, recipe: str, refuses: str, words: str
+) -> None:
+    run = ragged(recipe, global_batch_size=12)
+    refused, proved = prove(run, 2, [refuses, "single"], runner=runner_on(pool2, adamw=False))
+    assert refused.outcome == "left out"
+    assert words in refused.left_out
+    assert proved.passed
+
+
+def test_exit_codes() -> None:
+    def verdict(*failed: CheckKind, **fields: Any) -> Verdict:
+        checks = [Check(kind, False, "", kind) for kind in failed]
+        return Verdict("ddp", 2, checks, **{"mixing": [], **fields})
+
+    same, refused = verdict(), verdict(left_out="it refuses")
+    assert exit_code([same, refused], asked_by_name=False) == 0
+    assert exit_code([same, refused], asked_by_name=True) == 2
+    assert exit_code([same, verdict("work")], asked_by_name=False) == 3
+    assert exit_code([same, verdict("values", mixing=["norm"])], asked_by_name=False) == 3
+    assert exit_code([verdict("work"), verdict("values", "work")], asked_by_name=False) == 1
+    assert exit_code([refused], asked_by_name=False) == 3  # nothing was proved
+    assert verdict("exact", mixing=["norm"]).outcome == "different"
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_the_keys_part_of_a_fused_bias_is_rounding_and_not_judged_by_its_steps(pool2: Pool, precision: str) -> None:
+    run = ragged("Fused", global_batch_size=11, gradient_accumulation=2, mixed_precision=precision)
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2))
+    assert failed(verdict) == {}
+    runner = runner_on(pool2, partial(trace_with, "learning rate 1% too high"))
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner)
+    assert {"update alone"} <= failed(verdict).keys()
+    assert ("weights, AdamW" in failed(verdict)) == (precision == "fp32")
+
+
+def test_rows_whose_gradient_is_more_than_rounding_are_judged() -> None:
+    """Of a fused bias, the first and last thirds have gradients; the middle third has rounding errors alone."""
+    rounding = torch.tensor([0.0, 0, 0, 0, 1, -1, 1, -1, 0, 0, 0, 0]) * 1e-8
+    gradient = torch.tensor([1.0, 2, 3, 4, 0, 0, 0, 0, 4, 3, 2, 1])
+    start, steps = {"bias": torch.zeros(12)}, {"bias": torch.cat([torch.ones(5), -torch.ones(3), torch.ones(4)])}
+    reference = Trace(
+        start=start, gradients={"bias": gradient + rounding}, sgd_weights=steps, adamw_weights=steps, max_norm=1.0
+    )
+
+    def adamw_check(**changed_rows: float) -> Check:
+        weights = steps["bias"].clone()
+        for row, value in changed_rows.items():
+            weights[int(row.removeprefix("row"))] = value
+        layout = replace(reference, gradients={"bias": gradient - rounding}, adamw_weights={"bias": weights})
+        checks = compare(reference, [layout], ExpectedWork(1, None, {}), "fp32")
+        return next(check for check in checks if check.name == "weights, AdamW")
+
+    assert adamw_check(row4=-1.0, row7=1.0).passed
+    assert "4 rows left out" in adamw_check().detail
+    assert not adamw_check(row0=1.01).passed
+    assert not adamw_check(row11=-1.0).passed
+
+
+def test_a_buffer_that_depends_on_the_layout_is_found_and_so_is_the_evaluation_that_uses_it(pool2: Pool) -> None:
+    (ddp,) = prove(ragged("Tracking", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert failed(ddp).keys() == {"buffers", "evaluation"}
+    assert "worst tensor 1.mean" in failed(ddp)["buffers"]
+    assert ddp.outcome == "different"
+
+
+def test_frozen_parameters_that_change_are_found() -> None:
+    ones = {"frozen": torch.ones(2), "weight": torch.ones(2)}
+    reference = Trace(start=ones, gradients={"weight": torch.ones(2)}, sgd_weights=ones)
+    changed = replace(reference, sgd_weights={**ones, "frozen": torch.tensor([1.0, 1.0000001])})
+    for layout, passes in ((reference, True), (changed, False)):
+        checks = {check.name: check for check in compare(reference, [layout], ExpectedWork(1, None, {}), "bf16")}
+        assert checks["buffers"].passed is passes
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
@@ -95,7 +205,7 @@ def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
 
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
     (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
-    assert not verdict.passed
+    assert verdict.outcome == "not comparable"
     assert verdict.mixing == ["2"]
 
 
@@ -201,10 +311,10 @@ def test_the_command(toy: ToyRun) -> None:
 
 
 @pytest.mark.usefixtures("command_on_pool")
-def test_the_command_says_no(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+def test_the_command_says_what_it_cannot_compare(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
     result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "FAILED" in result.stdout
     assert "mix the samples" in result.stdout
-    assert "ddp on 2 processes: NOT the same training as on one device (this config's own layout: ddp)" in result.stdout
+    assert "ddp on 2 processes: cannot be compared with one device (this config's own layout: ddp)" in result.stdout

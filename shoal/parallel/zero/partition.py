@@ -341,6 +341,28 @@ def _use_lean_linear() -> None:
     nn.functional.linear = linear
 
 
+@torch.no_grad()
+def set_gradient(parameter: Any, gradient: Tensor) -> None:
+    """Replaces the gradient that a backward has left of a parameter; this rank takes its elements of the whole one.
+
+    By DeepSpeed's public functions. The one for whole gradients fails under ZeRO-3 where ranks cannot divide the
+    elements evenly, so there the one for a rank's part is used, with the padding at its end. Under ZeRO 1 and 2 with an
+    offloaded optimizer DeepSpeed has noted the norm during the backward, and the function does not note the new one.
+    """
+    from deepspeed.utils import safe_set_full_grad, safe_set_local_grad
+
+    if hasattr(parameter, "ds_id"):
+        numel = parameter.partition_numel()
+        own = gradient.flatten()[dist.get_rank() * numel :][:numel]
+        safe_set_local_grad(parameter, nn.functional.pad(own, (0, numel - len(own))).to(parameter.device))
+        return
+    safe_set_full_grad(parameter, gradient.to(parameter.device))
+    mapping = parameter._hp_mapping
+    if mapping and mapping.use_offload:
+        zero, fragment = parameter._zero_optimizer, mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        zero.norm_for_param_grads[zero.get_param_id(parameter)] = fragment.double().norm()
+
+
 def is_here(parameter: Any) -> bool:
     """Returns whether a parameter is gathered at this moment, under ZeRO-3."""
     return bool(parameter.ds_status.name == "AVAILABLE")
