@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,22 @@ def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by name; a tied one appears once, under its first name."""
     return {names[0]: tensor.detach() for tensor, names in tensors_with_names(model)}
+
+
+@contextmanager
+def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives buffers the values back that they had, after a forward that is not part of the training.
+
+    A buffer that the forward registered, or replaced by one of another shape, is left: it is a cache, and the module
+    may remember in an attribute that it has it.
+    """
+    modules = [*modules]
+    before = [{name: buffer.clone() for name, buffer in module.named_buffers()} for module in modules]
+    yield
+    for module, values in zip(modules, before, strict=True):
+        for name, buffer in module.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.data.copy_(values[name])
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:

@@ -30,7 +30,7 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
-from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
@@ -207,7 +207,7 @@ class ZeroStrategy(DistributedStrategy):
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
         self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
-        self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
+        self._module_state, self._is_first_step = self._find_module_state(model), True
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = self._partition.parameter_bytes(model)

@@ -24,7 +24,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.sharding.units import check_shardable, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
-from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -111,8 +111,7 @@ class NativeStrategy(DistributedStrategy):
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
-        keeps_buffers = layout.is_sharded_family and self.world.group != "imagined"  # where there are no values
-        self._moving_buffers = MovingBuffers(self._broadcast) if keeps_buffers else None
+        self._module_state = self._find_module_state(model)
         self._held = self._find_held(model)
         engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
