@@ -249,7 +249,7 @@ class DistributedStrategy(ABC):
             yield model
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Makes persistent buffers equal to those of the first data-parallel rank, as every step does at its start."""
+        """Makes buffers and extra state equal to those of the first data-parallel rank, as before every step."""
         self._module_state.make_equal()
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
@@ -329,6 +329,10 @@ class DistributedStrategy(ABC):
         engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
         if layout.compile:
             engaged.compiled_modules = apply_compile(model, plan)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Returns what a checkpoint holds besides the model's tensors: the loss scale, and modules' extra state."""
+        return {**self._scale_state(), **self._module_state.extra_state()}
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}

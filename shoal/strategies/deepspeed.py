@@ -311,7 +311,7 @@ class ZeroStrategy(DistributedStrategy):
                         tensors[name] = self._rows(name, parameter, partition.weights(name, parameter))
                     if slots := partition.slots(name):
                         moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
-        return TrainState(tensors, moments, self._scale_state())
+        return TrainState(tensors, moments, self._own_state())
 
     @torch.no_grad()
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
@@ -332,6 +332,7 @@ class ZeroStrategy(DistributedStrategy):
                         self._load_slots(name, parameter, state.optimizer.get(name, {}))
         partition.settle()
         restore_scale(self._scale_state(), state)
+        self._module_state.set_extra_state(state.strategy)
 
     def _load_slots(self, name: str, parameter: Tensor, slots: Mapping[str, Any]) -> None:
         for slot, value in slots.items():

@@ -203,7 +203,7 @@ class Loop:
         self._check_has_optimizer("save")
         # Rank 0 alone takes part in no collectives; every step starts with its buffers.
         strategy._module_state.check()
-        collect = partial(collect_state, own=strategy._scale_state()) if replicated else strategy.state
+        collect = partial(collect_state, own=strategy._own_state()) if replicated else strategy.state
         states = [collect(self.model, optimizer) for optimizer in self._optimizers]
         moments = {name: slots for one in states for name, slots in one.optimizer.items()}
         collected = TrainState(states[0].model, moments, states[0].strategy)

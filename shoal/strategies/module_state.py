@@ -1,4 +1,4 @@
-"""State of modules that is not a parameter: buffers that checkpoints hold, such as BatchNorm's running means.
+"""State of modules that is not a parameter: persistent buffers, such as BatchNorm's running means, and extra state.
 
 A forward may change it, and data-parallel ranks see different samples. So every step starts with the values of the
 first data-parallel rank, in all layouts: nothing depends on when a buffer begins to change, saving does not disturb
@@ -7,7 +7,9 @@ training, and a run that resumes starts with the values that all ranks would hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -15,16 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.checkpoint.pieces import StoredTensor
 from shoal.errors import UserError
 from shoal.processes.group import cpu_group
+from shoal.tensors import modules_with_extra_state
 
 _BUCKET_BYTES = 1 << 26
 """What is copied into one message. A larger tensor is a message of its own, and is not copied."""
+_JSON = ".json"
 Groups = Sequence[dist.ProcessGroup | None]
 
 
 class ModuleState:
-    """The persistent buffers of a model, which the ranks of `groups` make equal."""
+    """The persistent buffers and the extra state of a model, which the ranks of `groups` make equal."""
 
     def __init__(self, model: nn.Module, groups: Groups):
         expand_memory(model)
@@ -36,13 +41,56 @@ class ModuleState:
                     "cannot hold; make it dense, or register it with persistent=False"
                 )
         self._kinds = {name: _kind(buffer) for name, buffer in self._buffers()}
+        self._stateful = dict(modules_with_extra_state(model))
+        for name, module in self._stateful.items():
+            if type(module).set_extra_state is nn.Module.set_extra_state:
+                raise UserError(
+                    f"{name}: {type(module).__name__} defines get_extra_state and not set_extra_state, so a run that "
+                    "resumes could not give it back; define both"
+                )
+        self.extra_state()  # refuses what a checkpoint cannot hold
 
     def make_equal(self) -> None:
-        """Gives every rank the values of the first data-parallel rank. If there are no persistent buffers, nothing is
-        sent."""
+        """Gives every rank the values of the first data-parallel rank. A model without such state sends nothing."""
         buffers = self.check()
         if buffers and self._groups:
             broadcast(buffers, self._groups)
+        if self._stateful and self._groups:
+            mine, shared = self.extra_state(), [self.extra_state()]
+            for group in self._groups:
+                group = cpu_group(group)
+                dist.broadcast_object_list(shared, dist.get_global_rank(group, 0) if group else 0, group)
+            self.set_extra_state({name: t for name, t in shared[0].items() if not _equal(mine.get(name), t)})
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Returns what modules' `get_extra_state` gives, as tensors on the CPU that a checkpoint can hold.
+
+        Anything but a tensor becomes the bytes of a JSON text, under a name with the ending `.json`.
+        """
+        encoded: dict[str, Tensor] = {}
+        for name, module in self._stateful.items():
+            value = module.get_extra_state()
+            if type(value) is Tensor:
+                encoded[name] = value.detach().cpu().clone()
+                continue
+            if problem := _not_in_json(value):
+                raise UserError(
+                    f"{name}: get_extra_state of {type(module).__name__} returns {problem}, which a checkpoint "
+                    "does not hold; return a tensor, or numbers, text, lists and dicts with text keys"
+                )
+            text = json.dumps(value).encode()
+            # Padded, so that a counter with one digit more rarely changes the size.
+            encoded[name + _JSON] = torch.frombuffer(bytearray(text + b" " * (-len(text) % 256)), dtype=torch.uint8)
+        return encoded
+
+    def set_extra_state(self, stored: Mapping[str, Tensor | StoredTensor]) -> None:
+        """Gives modules their extra state back, as far as it is in `stored`."""
+        for name, module in self._stateful.items():
+            if name in stored:
+                now = module.get_extra_state()
+                module.set_extra_state(_read(stored[name]).clone().to(now.device if isinstance(now, Tensor) else "cpu"))
+            elif name + _JSON in stored:
+                module.set_extra_state(json.loads(bytes(_read(stored[name + _JSON]).tolist())))
 
     def check(self) -> list[Tensor]:
         """Returns the persistent buffers, each once; refuses those that are not what they were before the first step.
@@ -71,6 +119,27 @@ class ModuleState:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and key not in module._non_persistent_buffers_set:
                         yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _not_in_json(value: Any, path: str = "") -> str | None:
+    """Returns what JSON would not give back unchanged in a value, in words; None if there is nothing."""
+    if type(value) is dict:
+        if odd := [key for key in value if type(key) is not str]:
+            return f"a dict with the key {odd[0]!r}{path}"
+        inside = [_not_in_json(inner, f" at [{key!r}]{path}") for key, inner in value.items()]
+    elif type(value) is list:
+        inside = [_not_in_json(inner, f" at [{index}]{path}") for index, inner in enumerate(value)]
+    else:
+        return None if value is None or type(value) in (str, int, float, bool) else f"a {type(value).__name__}{path}"
+    return next(filter(None, inside), None)
+
+
+def _equal(first: Tensor | None, second: Tensor) -> bool:
+    return first is not None and first.dtype == second.dtype and torch.equal(first, second)
+
+
+def _read(value: Tensor | StoredTensor) -> Tensor:
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 Kind = tuple[torch.Size, torch.dtype]

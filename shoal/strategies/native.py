@@ -177,11 +177,21 @@ class NativeStrategy(DistributedStrategy):
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         self._engine.reshard()
         self.sync_buffers(model)
-        return collect_state(model, optimizer, self._scale_state())
+        return collect_state(model, optimizer, self._own_state())
+
+    def _own_state(self) -> dict[str, Tensor]:
+        own, pipeline = super()._own_state(), self._pipeline
+        if pipeline is None:
+            return own
+        # All stages have the extra state of all, so that a save does not change its kinds on some ranks alone.
+        by_stage: list[dict[str, Tensor]] = [{} for _ in range(pipeline.size)]
+        dist.all_gather_object(by_stage, self._module_state.extra_state(), group=pipeline.group)
+        return own | {name: tensor for stage in by_stage for name, tensor in stage.items()}
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         self._engine.reshard()
         restore_state(model, optimizer, self._scale_state(), state)
+        self._module_state.set_extra_state(state.strategy)
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
         super().check_sync(tensors)

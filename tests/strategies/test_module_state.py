@@ -299,3 +299,125 @@ def different_models() -> str:
 def test_ranks_that_built_different_models_are_refused(pool2: Pool) -> None:
     for message in pool2.run(different_models, init=False):
         assert "ranks have built different models" in message
+
+
+class Counter(nn.Module):
+    """Counts the rows that it has seen, in Python and on a tensor that it keeps to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.total = {"rows": 0, "note": "ü"}, torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen["rows"] += len(x) * 100 + int(1000 * x.detach().abs().sum())  # other samples, other counts
+            self.total = self.total + x.detach().sum()
+        return x + self.seen["rows"] % 7 / 10
+
+
+class InJson(Counter):
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = dict(state)
+
+
+class InTensor(Counter):
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.seen["rows"]])
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen["rows"] = int(state)
+
+
+class InTuple(Counter):
+    def get_extra_state(self) -> Any:
+        return {"all": [(1, 2)]}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+class OneWay(Counter):
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+class Counting(Net):
+    def __init__(self, json: type[Counter] = InJson, tensor: type[Counter] = InTensor) -> None:
+        super().__init__()
+        self.act, self.late = nn.Sequential(nn.Tanh(), json()), tensor()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(super().forward(x))
+
+
+class CountingPiped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.scale = nn.Sequential(nn.Tanh(), InJson()), nn.Sequential(InTensor())  # type: ignore[assignment]
+
+
+def count_rows(kind: str, folder: Path | None = None, resume: Path | None = None, by_hand: bool = False) -> Any:
+    net = CountingPiped if kind == "pp" else Counting
+    with make(kind) as strategy:
+        loop = Loop(strategy)
+        if by_hand:
+            module, optimizer = loop.wrap(build(net), adamw, plan=PLAN)
+            model = loop.model
+        else:
+            model, optimizer = strategy.prepare(build(net), adamw, PLAN, BUILT)
+        first = 0
+        if resume and by_hand:
+            first = loop.load(resume)["step"]
+        elif resume:
+            checkpoint = open_checkpoint(resume)
+            strategy.load_state(model, optimizer, checkpoint.checked_state(strategy.held()))
+            first = checkpoint.trainer["step"]
+        for step in range(first, 4):
+            if by_hand:
+                (micro,) = batches(strategy, step, 1)
+                loop.backward(squares(module(micro.data["x"]), micro.data["y"]).mean())
+                loop.step()
+            else:
+                strategy.forward_backward(model, batches(strategy, step), Points(), step)
+                strategy.step(optimizer)
+            if folder and by_hand:
+                loop.save(folder / str(step + 1), step=step + 1)
+            elif folder:
+                write_checkpoint(folder / str(step + 1), strategy.state(model, optimizer), {"step": step + 1}, {})
+        state = strategy.state(model, optimizer)
+        return {**whole(state.model), **whole(state.strategy)}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", "zero_1", "zero_3", "pp"])
+def test_extra_state_is_saved_and_comes_back(tmp_path: Path, pool2: Pool, kind: str, by_hand: bool) -> None:
+    if kind == "pp" and by_hand:
+        pytest.skip("a loop of one's own has no pipeline")
+
+    def run(folder: Path | None, resume: Path | None) -> list[Any]:
+        if kind == "single":
+            return [count_rows(kind, folder, resume, by_hand)]
+        return pool2.run(count_rows, kind, folder, resume, by_hand, init=False)
+
+    undisturbed, resumed = run(tmp_path, None), run(None, tmp_path / "2")
+    names = {name for name in undisturbed[0] if "_extra_state" in name}
+    assert names == {"act.1._extra_state.json", "scale.0._extra_state" if kind == "pp" else "late._extra_state"}
+    for first, second in zip(undisturbed, resumed, strict=True):
+        assert_equal({name: first[name] for name in names}, {name: undisturbed[0][name] for name in names})
+        assert_equal(second, first)
+
+
+def refusal_of(*kinds: type[Counter]) -> str:
+    with make("single") as strategy, pytest.raises(UserError) as caught:
+        strategy.prepare(Counting(*kinds), adamw, PLAN, BUILT)
+    return str(caught.value)
+
+
+def test_extra_state_that_a_checkpoint_cannot_hold_is_refused() -> None:
+    message = refusal_of(InTuple)
+    assert message.startswith("act.1._extra_state: get_extra_state of InTuple returns a tuple at [0] at ['all'], which")
+    message = refusal_of(InJson, OneWay)
+    assert message.startswith("late._extra_state: OneWay defines get_extra_state and not set_extra_state")

@@ -32,7 +32,7 @@ from shoal.parallel.pipeline.wire import (
     read_note,
     shape_of,
 )
-from shoal.tensors import buffers_kept
+from shoal.tensors import module_state_kept
 from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
 
 Inputs = Sequence[dict[str, Any]]
@@ -260,7 +260,7 @@ class Pipeline:
         for stage in self.stages:
             stage.sent.pop(self._shape(inputs), None)
         devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices), buffers_kept([stage.module for stage in self.stages]):
+        with torch.random.fork_rng(devices), module_state_kept([stage.module for stage in self.stages]):
             self.evaluate([inputs], lambda output, index: torch.zeros((), device=self.device), around)
 
     def _find_schedule(self, num: int, shape: Shape) -> Any:

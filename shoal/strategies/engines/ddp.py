@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.errors import UserError
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import share_model
-from shoal.tensors import buffers_kept
+from shoal.tensors import module_state_kept
 from shoal.torch_private import is_fake
 
 # torch 2.13 has a new name for it, and warns about the old one.
@@ -78,7 +78,7 @@ class DDPEngine(PlainEngine):
         if not isinstance(self.module, DistributedDataParallel):
             return
         model = self.module.module
-        with buffers_kept([model]):
+        with module_state_kept([model]):
             for _ in range(2 if self.layout.ddp.static_graph else 1):
                 loss = loss_of_batch()
                 loss.backward(torch.zeros_like(loss))
