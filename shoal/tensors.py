@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from shoal.torch_private import shape_and_offset
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The floating-point dtypes by the names that configs and commands use."""
+EXTRA_STATE = "_extra_state"
+"""What torch adds to a module's name for the state that its `get_extra_state` returns."""
 _INTEGER_OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -40,6 +43,8 @@ def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
     """Yields every parameter and persistent buffer once, with all the names it has (tied weights have several)."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == EXTRA_STATE:  # what a module returns besides; see strategies/module_state.py
+            continue
         found.setdefault(id(tensor), (tensor, []))[1].append(name)
     yield from found.values()
 
@@ -47,6 +52,32 @@ def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by name; a tied one appears once, under its first name."""
     return {names[0]: tensor.detach() for tensor, names in tensors_with_names(model)}
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that define torch's `get_extra_state`, each with the name of that state in a state_dict."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
+
+
+@contextmanager
+def module_state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives buffers and extra state back the values that they had, after a forward that is not part of the training.
+
+    A buffer that the forward registered, or replaced by one of another shape, is left: it is a cache, and the module
+    may remember in an attribute that it has it.
+    """
+    modules = [*modules]
+    extra = [(m, copy.deepcopy(m.get_extra_state())) for module in modules for _, m in modules_with_extra_state(module)]
+    before = [{name: buffer.clone() for name, buffer in module.named_buffers()} for module in modules]
+    yield
+    for module, values in zip(modules, before, strict=True):
+        for name, buffer in module.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.data.copy_(values[name])
+    for module, value in extra:
+        module.set_extra_state(value)
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:

@@ -29,7 +29,7 @@ class DDPConfig(Section):
     bucket_cap_mb: Positive | None = None
     """Megabytes of gradients in one all-reduce. Default: 25, or a twentieth of all gradients if that is more."""
     broadcast_buffers: bool = True
-    """Copy buffers from rank 0 to the other ranks before each forward."""
+    """Copy persistent buffers from rank 0 to the other ranks before each step."""
 
 
 class FSDPConfig(Section):

@@ -28,6 +28,7 @@ from shoal.processes.world import World
 from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped
+from shoal.strategies.module_state import ModuleState
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
@@ -57,33 +58,6 @@ class Engaged:
     chunked_head: ChunkedHead | None = None
     not_in_force: dict[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect, each with the reason."""
-
-
-class MovingBuffers:
-    """Lets buffers that a forward changes, such as BatchNorm's running means, start every step with rank 0's values.
-
-    DDP does so itself; this is for engines that do not. The first step shows which buffers they are.
-    """
-
-    def __init__(self, broadcast: Callable[[Tensor], None]) -> None:
-        self._broadcast = broadcast
-        self._moving: list[str] | None = None
-        self._before: dict[str, Tensor] = {}
-
-    def before_step(self, model: nn.Module) -> None:
-        if self._moving is None:
-            self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for name in self._moving or ():
-            self._broadcast(model.get_buffer(name))
-
-    def after_step(self, model: nn.Module) -> None:
-        """Compares values once. Autograd's count of writes would not do: BatchNorm writes without being counted."""
-        if self._moving is None:
-            after = dict(model.named_buffers())
-            self._moving = [
-                name for name, b in self._before.items() if name in after and not torch.equal(b, after[name])
-            ]
-            self._before = {}
 
 
 class DistributedStrategy(ABC):
@@ -134,7 +108,7 @@ class DistributedStrategy(ABC):
         self._updates: dict[Optimizer, Update] = {}
         self._held: dict[str, Held] = {}
         self._loss_scale: LossScale | None = None
-        self._moving_buffers: MovingBuffers | None = None
+        self._module_state: ModuleState
 
     # Beginning and end
 
@@ -225,16 +199,13 @@ class DistributedStrategy(ABC):
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
     ) -> StepOutput:
         """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
-        if self._moving_buffers:
-            self._moving_buffers.before_step(model)
+        self._start_step()
         batches = self._prepare_batches(micro_batches, recipe)
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
         losses = self._executor.forward_backward(batches, scales, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
-        if self._moving_buffers:
-            self._moving_buffers.after_step(model)
         return StepOutput(total, count)
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
@@ -278,12 +249,8 @@ class DistributedStrategy(ABC):
             yield model
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Makes buffers equal to rank 0's: those that a forward changes, such as BatchNorm's, differ between ranks."""
-        for buffer in model.buffers():
-            value = buffer.contiguous()
-            self._broadcast(value)
-            if value is not buffer:
-                buffer.copy_(value)
+        """Makes buffers and extra state equal to those of the first data-parallel rank, as before every step."""
+        self._module_state.make_equal()
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises Desync if `tensors`, such as the parameters, differ between replicas, naming the first that does."""
@@ -322,10 +289,15 @@ class DistributedStrategy(ABC):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=cpu_group(group))
         return int(highest)
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Overwrites a tensor with that of the first data-parallel rank."""
-        for group in self._data_groups:
-            dist.broadcast(tensor, dist.get_global_rank(group, 0) if group else 0, group)
+    def _start_step(self) -> None:
+        """Lets all data-parallel ranks start with the same buffers."""
+        if self.layout.engine == "ddp" and not self.layout.ddp.broadcast_buffers:
+            self._module_state.check()
+        else:
+            self._module_state.make_equal()
+
+    def _find_module_state(self, model: nn.Module) -> ModuleState:
+        return ModuleState(model, () if self.world.group == "imagined" else self._data_groups)
 
     def _prepare_batches(self, micro_batches: Sequence[MicroBatch], recipe: Objective) -> list[Any]:
         """Returns the micro-batches as the model sees them: of every sequence, the part that this rank computes."""
@@ -359,6 +331,10 @@ class DistributedStrategy(ABC):
         engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
         if engaged.compiled:
             engaged.compiled.compile()
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Returns what a checkpoint holds besides the model's tensors: the loss scale, and modules' extra state."""
+        return {**self._scale_state(), **self._module_state.extra_state()}
 
     def _scale_state(self) -> dict[str, Tensor]:
         return self._loss_scale.state() if self._loss_scale else {}

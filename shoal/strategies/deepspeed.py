@@ -30,7 +30,7 @@ from shoal.parallel.zero.partition import (
     partition_each,
     row_stretches,
 )
-from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.state import restore_scale
@@ -207,7 +207,7 @@ class ZeroStrategy(DistributedStrategy):
         self._loss_scale = LossScale(self.device) if layout.precision == "fp16" else None
         averaged_over = self.data_size if self._stage == 3 else 1
         self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
-        self._moving_buffers, self._is_first_step = MovingBuffers(self._broadcast), True
+        self._module_state, self._is_first_step = self._find_module_state(model), True
         self._held = self._find_held(model)
         engaged.description = self._describe()
         engaged.parameter_bytes = self._partition.parameter_bytes(model)
@@ -311,7 +311,7 @@ class ZeroStrategy(DistributedStrategy):
                         tensors[name] = self._rows(name, parameter, partition.weights(name, parameter))
                     if slots := partition.slots(name):
                         moments[name] = {s: self._rows(name, parameter, t) if t.ndim else t for s, t in slots.items()}
-        return TrainState(tensors, moments, self._scale_state())
+        return TrainState(tensors, moments, self._own_state())
 
     @torch.no_grad()
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
@@ -332,6 +332,7 @@ class ZeroStrategy(DistributedStrategy):
                         self._load_slots(name, parameter, state.optimizer.get(name, {}))
         partition.settle()
         restore_scale(self._scale_state(), state)
+        self._module_state.set_extra_state(state.strategy)
 
     def _load_slots(self, name: str, parameter: Tensor, slots: Mapping[str, Any]) -> None:
         for slot, value in slots.items():

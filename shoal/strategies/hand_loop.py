@@ -16,8 +16,8 @@ rank holds once the model is cut. Except with DeepSpeed, one that is built from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,9 +33,9 @@ from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
 from shoal.checkpoint.peers import ALL, ALONE
 from shoal.errors import UserError
-from shoal.processes.group import cpu_group
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.module_state import share_model
 from shoal.strategies.state import (
     check_jsonable,
     check_same_optimizers,
@@ -66,6 +66,9 @@ class Loop:
         self._stepped: set[Optimizer] = set()
         """The optimizers that have stepped since the loss scale was last updated."""
         self._in_method = False
+        self._is_last = self._starts_step = True
+        """Whether gradients are exchanged after this micro-batch, and whether the next forward is a step's first."""
+        self._has_evaluated = False
 
     def wrap(
         self,
@@ -86,7 +89,7 @@ class Loop:
         self._check_wrap(model, builders, methods, exchange)
         at_step = layout.engine == "ddp" and (exchange == "at_step" or (exchange is None and len(builders) > 1))
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
-            self._share_weights(model)  # DDP does so itself
+            self._share_weights(model)  # DDP's engine does so itself
         self._model = model
         self._optimizers = strategy._place_model(
             model, builders, plan or ParallelPlan.derive(model), weights, "none" if at_step else "mean"
@@ -94,6 +97,8 @@ class Loop:
         self._check_separate(self._optimizers)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine
+        if strategy._data_groups and strategy.world.group != "imagined":
+            module.register_forward_pre_hook(self._before_forward)
         if methods and isinstance(module, DistributedDataParallel):
             self._forbid_backward_in_methods(model)
         for name in methods:
@@ -115,7 +120,7 @@ class Loop:
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of one micro-batch; gradients are exchanged in the last one."""
         _, engine = self._wrapped()
-        return engine.accumulate(last)
+        return self._accumulating(engine, last)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Is entered around the forward and the loss: computes in the strategy's `mixed_precision`."""
@@ -196,8 +201,9 @@ class Loop:
             "optimizer": settings[0] if len(settings) == 1 else settings,
         }
         self._check_has_optimizer("save")
-        # Rank 0 alone takes part in no collectives; its buffers count then.
-        collect = partial(collect_state, own=strategy._scale_state()) if replicated else strategy.state
+        # Rank 0 alone takes part in no collectives; every step starts with its buffers.
+        strategy._module_state.check()
+        collect = partial(collect_state, own=strategy._own_state()) if replicated else strategy.state
         states = [collect(self.model, optimizer) for optimizer in self._optimizers]
         moments = {name: slots for one in states for name, slots in one.optimizer.items()}
         collected = TrainState(states[0].model, moments, states[0].strategy)
@@ -311,9 +317,33 @@ class Loop:
     def _share_weights(self, model: nn.Module) -> None:
         """Lets all ranks start from rank 0's weights: a sharded model would be put together from different ones."""
         if self.strategy.world_size > 1 and self.strategy.world.group != "imagined":
-            for tensor in (*model.parameters(), *model.buffers()):
-                if not tensor.is_meta:
-                    dist.broadcast(tensor.data, 0, cpu_group() if tensor.device.type == "cpu" else None)
+            share_model(model)
+
+    @contextmanager
+    def _accumulating(self, engine: PlainEngine, last: bool) -> Iterator[None]:
+        self._is_last = last
+        try:
+            with engine.accumulate(last):
+                yield
+        finally:
+            self._is_last = True
+
+    @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Makes buffers equal in the first forward of a step, and in the first one of an evaluation.
+
+        As under DDP, a forward is the first of a step unless the one before it was to be accumulated. A rank may
+        evaluate a plain model alone, so nothing is sent then.
+        """
+        _, engine = self._wrapped()
+        evaluates = not torch.is_grad_enabled()
+        if evaluates and (self._has_evaluated or type(engine) is PlainEngine):
+            return
+        if self._starts_step:
+            self.strategy._start_step()
+        self._has_evaluated = evaluates
+        if not evaluates:
+            self._starts_step = self._is_last
 
     def _through_engine(self, engine: nn.Module, model: nn.Module, name: str) -> Callable[..., Any]:
         """Returns a function that calls a method of the model as the engine calls its forward, with the same hooks."""

@@ -24,7 +24,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.sharding.units import check_shardable, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
-from shoal.strategies.contract import Builder, DistributedStrategy, Engaged, MovingBuffers
+from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -111,8 +111,7 @@ class NativeStrategy(DistributedStrategy):
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
-        keeps_buffers = layout.is_sharded_family and self.world.group != "imagined"  # where there are no values
-        self._moving_buffers = MovingBuffers(self._broadcast) if keeps_buffers else None
+        self._module_state = self._find_module_state(model)
         self._held = self._find_held(model)
         engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
@@ -178,11 +177,21 @@ class NativeStrategy(DistributedStrategy):
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         self._engine.reshard()
         self.sync_buffers(model)
-        return collect_state(model, optimizer, self._scale_state())
+        return collect_state(model, optimizer, self._own_state())
+
+    def _own_state(self) -> dict[str, Tensor]:
+        own, pipeline = super()._own_state(), self._pipeline
+        if pipeline is None:
+            return own
+        # All stages have the extra state of all, so that a save does not change its kinds on some ranks alone.
+        by_stage: list[dict[str, Tensor]] = [{} for _ in range(pipeline.size)]
+        dist.all_gather_object(by_stage, self._module_state.extra_state(), group=pipeline.group)
+        return own | {name: tensor for stage in by_stage for name, tensor in stage.items()}
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         self._engine.reshard()
         restore_state(model, optimizer, self._scale_state(), state)
+        self._module_state.set_extra_state(state.strategy)
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
         super().check_sync(tensors)

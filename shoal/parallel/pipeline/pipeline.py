@@ -32,6 +32,7 @@ from shoal.parallel.pipeline.wire import (
     read_note,
     shape_of,
 )
+from shoal.tensors import module_state_kept
 from shoal.torch_private import agree_on_static_shapes, skip_greeting_itself
 
 Inputs = Sequence[dict[str, Any]]
@@ -258,12 +259,9 @@ class Pipeline:
         self._known.discard(self._shape(inputs))  # from an evaluation, maybe in other types
         for stage in self.stages:
             stage.sent.pop(self._shape(inputs), None)
-        buffers = [buffer for stage in self.stages for buffer in stage.module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        with torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices), module_state_kept([stage.module for stage in self.stages]):
             self.evaluate([inputs], lambda output, index: torch.zeros((), device=self.device), around)
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
 
     def _find_schedule(self, num: int, shape: Shape) -> Any:
         """Returns torch's schedule for this number and shape of micro-batches; it cannot serve others."""

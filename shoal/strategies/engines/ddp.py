@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import UserError
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.module_state import share_model
+from shoal.tensors import module_state_kept
 from shoal.torch_private import is_fake
 
 # torch 2.13 has a new name for it, and warns about the old one.
@@ -44,8 +46,11 @@ class DDPEngine(PlainEngine):
                     lambda p: dist.all_reduce(p.grad, group=group) if self._last else None
                 )
             return
-        options = self.layout.ddp.model_dump()
-        options[_BROADCAST_BUFFERS] = options.pop("broadcast_buffers")
+        share_model(model, group)
+        options = self.layout.ddp.model_dump(exclude={"broadcast_buffers"})
+        # Buffers are the strategy's business, as under all engines: DDP would take the list of them before a forward,
+        # and fail if the forward registers one or makes one longer. Nor can it send all dtypes over gloo.
+        options |= {_BROADCAST_BUFFERS: False, "init_sync": False}
         options["bucket_cap_mb"] = options["bucket_cap_mb"] or default_bucket_mb(model)
         # Freed gradients would be made anew outside DDP's buckets. Where some parameters stay unused they are freed all
         # the same: a zero in the place of a missing gradient would still be decayed.
@@ -73,12 +78,10 @@ class DDPEngine(PlainEngine):
         if not isinstance(self.module, DistributedDataParallel):
             return
         model = self.module.module
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for _ in range(2 if self.layout.ddp.static_graph else 1):
-            loss = loss_of_batch()
-            loss.backward(torch.zeros_like(loss))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        with module_state_kept([model]):
+            for _ in range(2 if self.layout.ddp.static_graph else 1):
+                loss = loss_of_batch()
+                loss.backward(torch.zeros_like(loss))
         model.zero_grad(set_to_none=not self.keeps_gradients)
 
     def explain(self, error: RuntimeError) -> UserError | None:
