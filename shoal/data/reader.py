@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from shoal.data.order import SampleKey, micro_batch_slices, samples_at
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.errors import UserError
-from shoal.seeding import GeneratorsKept, draw_from_all, mix, mix_after, seed_generators
+from shoal.seeding import mix, mix_after, seed_generators
 
 _ORDER_BLOCK = 4096  # computing the order of this many samples at once makes its cost per sample negligible
 
@@ -23,11 +23,6 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int) -> Any:
         """Returns one sample."""
 
-
-_UNSEEDED = mix("samples that draw nothing")
-with GeneratorsKept():
-    seed_generators(_UNSEEDED)
-    _NEXT_NUMBERS = draw_from_all()
 
 Dataset = MapDataset | OrderedStream | ShardedStream
 
@@ -49,6 +44,9 @@ class Reader(Protocol):
     Random numbers that a sample draws from the global generators depend on (seed, epoch, id) alone, for every sample: a
     dataset may draw for some samples only.
     """
+
+    seeds_samples: bool
+    """True if generators are seeded for each sample. If it is False, micro-batches can be fetched again."""
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         """Returns this rank's samples of the step that starts at `position`."""
@@ -72,12 +70,9 @@ def _split_step(keys: list[SampleKey], batch_size: int, data_size: int, data_ran
 
 
 class MapReader:
-    """Reads a dataset by index.
+    """Reads a dataset by index. Seeds generators for samples once `seeds_samples` is set."""
 
-    Seeding takes 8 µs for each sample, and most datasets draw nothing. So a micro-batch is first read without, and one
-    number is drawn from every generator afterwards: if it is not the next one, the dataset has drawn. The micro-batch
-    is then read again, and it and all later ones are seeded. Samples are the same whenever that happens.
-    """
+    seeds_samples = False
 
     def __init__(self, dataset: MapDataset, seed: int, shuffle: bool, data_rank: int, data_size: int):
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
@@ -85,7 +80,6 @@ class MapReader:
         self._order: list[SampleKey] = []
         self._order_start = 0
         self._seed_of = mix_after(seed, "sample")
-        self._draws_random = False
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         first = position - self._order_start
@@ -96,12 +90,8 @@ class MapReader:
         return _split_step(self._order[first : first + step_size], batch_size, self._size, self._rank)
 
     def fetch(self, keys: list[SampleKey]) -> list[Any]:
-        if not self._draws_random:
-            seed_generators(_UNSEEDED)
-            samples = [self._dataset[i] for _, i in keys]
-            self._draws_random = draw_from_all() != _NEXT_NUMBERS
-        if not self._draws_random:
-            return samples
+        if not self.seeds_samples:
+            return [self._dataset[i] for _, i in keys]
         samples = []
         for epoch, i in keys:
             seed_generators(self._seed_of(epoch, i))
@@ -111,6 +101,8 @@ class MapReader:
 
 class OrderedReader:
     """Reads all samples of each step and keeps those that this rank needs."""
+
+    seeds_samples = True
 
     def __init__(self, stream: OrderedStream, start: int, seed: int, data_rank: int, data_size: int):
         seed_generators(mix(seed, "open"))
@@ -141,6 +133,8 @@ class OrderedReader:
 
 class ShardedReader:
     """Reads only the shards whose number modulo the number of ranks is this rank, each strictly forward."""
+
+    seeds_samples = True
 
     def __init__(self, stream: ShardedStream, seed: int, data_rank: int, data_size: int):
         shards = stream.num_shards

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import BatchSchedule, Loader, samples_at
-from shoal.data import reader as reader_module
+from shoal.data import loader as loader_module
 from shoal.errors import UserError
 from shoal.seeding import mix, seed_generators
 from shoal.types import BatchPhase
@@ -289,7 +289,7 @@ def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch):
         seeded.append(seed)
         seed_generators(seed)
 
-    monkeypatch.setattr(reader_module, "seed_generators", seed_and_note)
+    monkeypatch.setattr(loader_module, "seed_generators", seed_and_note)
     list(Loader(Noted(30), stack, BatchSchedule.constant(6, 3), seed=0, end=30))
     assert sorted(read) == list(range(30))
     assert len(seeded) == 10  # once for each micro-batch
