@@ -147,26 +147,25 @@ def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) 
     if its gradient is below a millionth of the whole one, or so near to what the two gradients of this tensor differ by
     that its movement cannot be known to within `relative`. Whether gradients differ too much is not judged here.
     """
-    mask = _row_norms(reference.gradients[key]) > 1e-6 * norm(reference.gradients)
+    mask = torch.ones(len(_rows(reference.gradients[key])), dtype=torch.bool)
+    negligible = 1e-6 * norm(reference.gradients)
     for ours, theirs in (
         (reference.gradients, first.gradients),
         (reference.later_gradients, first.later_gradients),
     ):
-        if key in ours and key in theirs:
-            gradient, difference = ours[key], ours[key] - theirs[key]
-            noise = difference.norm() / difference.numel() ** 0.5  # of one element
-            row = _row_norms(gradient) / max(1, _rows(gradient).shape[1]) ** 0.5
-            mask &= (row == 0) | (row * relative >= noise)
+        if key not in ours or key not in theirs:
+            continue
+        gradient, difference = ours[key], ours[key] - theirs[key]
+        per_row, row_size = _rows(gradient).norm(dim=1), max(1, _rows(gradient).shape[1])
+        noise_per_row = difference.norm() * (row_size / max(1, difference.numel())) ** 0.5
+        unused = (per_row == 0) & (_rows(theirs[key]).norm(dim=1) == 0)
+        mask &= unused | ((per_row > negligible) & (per_row * relative >= noise_per_row))
     return mask
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """Returns a tensor as rows: those of its first dimension, or its elements if it has no other."""
     return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(1)
-
-
-def _row_norms(tensor: Tensor) -> Tensor:
-    return _rows(tensor).norm(dim=1)
 
 
 def _untrained(reference: Trace, first: Trace, bounds: Bounds) -> Check:

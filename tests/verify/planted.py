@@ -135,6 +135,36 @@ class Fused(Ragged):
         return nn.Sequential(nn.Embedding(13, 16), Attention(), Block(), nn.Linear(16, 13))
 
 
+class Drop(nn.Module):
+    """Calls dropout as a function, with a probability that no attribute has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.2, self.training)
+
+
+class Draw(nn.Module):
+    """Draws a number and does not use it, like models that may skip layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(())
+        return x
+
+
+class Dropping(Ragged):
+    """Has dropout that cannot be turned off from outside."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), Block(), nn.Sequential(Draw(), Drop()), nn.Linear(16, 13))
+
+
+class Encoder(Ragged):
+    """Has dropout in modules and as a function in attention, and draws a number that it does not use."""
+
+    def build_model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        return nn.Sequential(nn.Embedding(13, 16), Draw(), layer, nn.Linear(16, 13))
+
+
 class RunningMean(nn.Module):
     """Keeps a running mean of its inputs, and subtracts it in an evaluation."""
 

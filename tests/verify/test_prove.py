@@ -14,12 +14,14 @@ import pytest
 import torch
 from conftest import ToyRun
 from pool import Pool
+from torch import nn
 
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.verify import Verdict, exit_code, print_verdict, prove
 from shoal.verify.compare import Check, CheckKind, compare
+from shoal.verify.draws import WatchDraws
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.trace import Trace
@@ -178,6 +180,34 @@ def test_frozen_parameters_that_change_are_found() -> None:
     for layout, passes in ((reference, True), (changed, False)):
         checks = {check.name: check for check in compare(reference, [layout], ExpectedWork(1, None, {}), "bf16")}
         assert checks["buffers"].passed is passes
+
+
+def test_a_module_that_draws_is_named_instead_of_a_layout_that_differs(
+    pool2: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (verdict,) = prove(ragged("Dropping", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert "gradients" in failed(verdict)
+    assert verdict.outcome == "not comparable"
+    assert verdict.draws == ["2.0 (Draw)", "2.1 (Drop)"]
+    print_verdict(verdict)
+    said = capsys.readouterr().out
+    assert "2.0 (Draw) and 1 more draw random numbers in the forward" in said
+    assert "NOT" not in said
+
+
+def test_dropout_in_functions_is_turned_off_and_draws_without_effect_do_not_matter(pool2: Pool) -> None:
+    (verdict,) = prove(ragged("Encoder", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert failed(verdict) == {}
+    assert verdict.draws == []
+
+
+def test_a_loss_that_draws_is_named() -> None:
+    model, device = nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")
+    with WatchDraws(model, device) as watch:
+        model(torch.ones(1, 2))
+        torch.rand(())
+    assert watch.draws == ["the recipe's loss"]
+    assert not model[0]._forward_hooks
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
