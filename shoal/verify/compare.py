@@ -126,7 +126,8 @@ def _weights(
 ) -> Check:
     """Compares weights after some steps, without the rows whose gradient is rounding only."""
     relative = bounds.sgd_weights if name == "weights, SGD" else bounds.adamw_weights
-    kept = {key: _well_known_rows(key, reference, first, relative) for key in reference.gradients}
+    negligible = 1e-6 * norm(reference.gradients)
+    kept = {key: _well_known_rows(key, reference, first, relative, negligible) for key in reference.gradients}
     expected, got, start = (
         {key: _rows(tensors[key])[rows] for key, rows in kept.items()} for tensors in (expected, got, reference.start)
     )
@@ -139,16 +140,16 @@ def _weights(
     return replace(check, detail=f"{check.detail}; {left_out} rows left out" if left_out else check.detail)
 
 
-def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) -> Tensor:
+def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float, negligible: float) -> Tensor:
     """Returns the mask of the rows of a parameter whose gradient is more than rounding, and so their movement too.
 
     AdamW divides a gradient by its size, so it turns rounding errors into steps of full size. The gradient of a key's
     bias is nothing else, and where queries, keys and values have one bias it is a part of a tensor. A row is left out
-    if its gradient is below a millionth of the whole one, or so near to what the two gradients of this tensor differ by
-    that its movement cannot be known to within `relative`. Whether gradients differ too much is not judged here.
+    if its gradient is below its share of `negligible`, the norm of a whole tensor, or so near to its share of what the
+    two gradients of this tensor differ by that its movement cannot be known to within `relative`. Whether gradients
+    differ too much is judged elsewhere.
     """
     mask = torch.ones(len(_rows(reference.gradients[key])), dtype=torch.bool)
-    negligible = 1e-6 * norm(reference.gradients)
     for ours, theirs in (
         (reference.gradients, first.gradients),
         (reference.later_gradients, first.later_gradients),
@@ -156,10 +157,9 @@ def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) 
         if key not in ours or key not in theirs:
             continue
         gradient, difference = ours[key], ours[key] - theirs[key]
-        per_row, row_size = _rows(gradient).norm(dim=1), max(1, _rows(gradient).shape[1])
-        noise_per_row = difference.norm() * (row_size / max(1, difference.numel())) ** 0.5
+        per_row, share = _rows(gradient).norm(dim=1), 1 / max(1, len(mask)) ** 0.5
         unused = (per_row == 0) & (_rows(theirs[key]).norm(dim=1) == 0)
-        mask &= unused | ((per_row > negligible) & (per_row * relative >= noise_per_row))
+        mask &= unused | ((per_row > share * negligible) & (per_row * relative >= share * difference.norm()))
     return mask
 
 
