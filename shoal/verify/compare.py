@@ -67,6 +67,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
     different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
         Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients", "exact"),
+        _random_numbers(ranks),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
         _clipping(reference, ranks),
@@ -85,6 +86,21 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
     ]
+
+
+def _random_numbers(ranks: list[Trace]) -> Check:
+    """Checks the seeds of dropout, which is off here: ranks that share samples must drop the same, others must not."""
+    for a, one in enumerate(ranks):
+        for b, other in enumerate(ranks[:a]):
+            if (one.rng[0] == other.rng[0]) != (one.rng[1] == other.rng[1]):
+                shared = one.rng[0] == other.rng[0]
+                work = (
+                    "the same samples and layers and other seeds" if shared else "other samples or layers and one seed"
+                )
+                return Check("random numbers", False, f"ranks {b} and {a} have {work}", "exact")
+    return Check(
+        "random numbers", True, "ranks with the same samples have the same seeds, and others have not", "exact"
+    )
 
 
 def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]], bound: float) -> Check:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
+from shoal.config.mesh import coordinates
 from shoal.config.schema import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
@@ -82,6 +83,9 @@ class Trace:
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
     desync: str = ""
+    rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
+    the seeds of its generators after the first step."""
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
     draws: list[str] = field(default_factory=list)
@@ -138,6 +142,7 @@ class _Tracer:
                 with watch if step == 0 else nullcontext():
                     loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
                 if step == 0:
+                    trace.rng = self._rng()
                     if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(micro_batches):
                         trace.draws = watch.draws
                     trace.gradients = self._gradients()
@@ -233,6 +238,14 @@ class _Tracer:
         loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
         self.model.train()
         return loss
+
+    def _rng(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        strategy, device = self.strategy, self.strategy.device
+        place = coordinates(strategy.world.rank, strategy.layout.mesh)
+        seeds = [torch.default_generator.initial_seed()]
+        if device.type != "cpu":
+            seeds.append(torch.get_device_module(device).initial_seed())
+        return (strategy.data_rank, place["pp"], place["cp"]), tuple(seeds)
 
     def _gradients(self) -> dict[str, Tensor]:
         scale = self._loss_scale()

@@ -63,6 +63,7 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
         ("forgotten 1/accumulation", "gradients", "a constant factor is missing"),
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
+        ("data ranks draw the same", "random numbers", "ranks 0 and 1 have other samples or layers and one seed"),
         ("evaluation forgets a micro-batch", "evaluation", "on one device"),
         ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
@@ -208,6 +209,16 @@ def test_a_loss_that_draws_is_named() -> None:
         torch.rand(())
     assert watch.draws == ["the recipe's loss"]
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"), [("forgotten 1/accumulation", "gradients"), ("missing all-reduce", "ranks agree")]
+)
+def test_planted_bugs_are_caught_in_fp16(pool2: Pool, bug: str, check: str) -> None:
+    run = ragged(global_batch_size=12, gradient_accumulation=3, mixed_precision="fp16")
+    runner = runner_on(pool2, partial(trace_with, bug), adamw=False)
+    (verdict,) = prove(run, 2, ["ddp"], steps=2, runner=runner)
+    assert check in failed(verdict)
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
