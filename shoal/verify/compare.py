@@ -67,6 +67,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
     different = [name for name, tensor in reference.start.items() if not torch.equal(tensor, first.start[name])]
     return [
         Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients", "exact"),
+        _random_numbers(ranks),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
         _clipping(reference, ranks),
@@ -85,6 +86,21 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
     ]
+
+
+def _random_numbers(ranks: list[Trace]) -> Check:
+    """Checks the seeds of dropout, which is off here: ranks that share samples must drop the same, others must not."""
+    for a, one in enumerate(ranks):
+        for b, other in enumerate(ranks[:a]):
+            if (one.rng[0] == other.rng[0]) != (one.rng[1] == other.rng[1]):
+                shared = one.rng[0] == other.rng[0]
+                work = (
+                    "the same samples and layers and other seeds" if shared else "other samples or layers and one seed"
+                )
+                return Check("random numbers", False, f"ranks {b} and {a} have {work}", "exact")
+    return Check(
+        "random numbers", True, "ranks with the same samples have the same seeds, and others have not", "exact"
+    )
 
 
 def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]], bound: float) -> Check:
@@ -126,7 +142,8 @@ def _weights(
 ) -> Check:
     """Compares weights after some steps, without the rows whose gradient is rounding only."""
     relative = bounds.sgd_weights if name == "weights, SGD" else bounds.adamw_weights
-    kept = {key: _well_known_rows(key, reference, first, relative) for key in reference.gradients}
+    negligible = 1e-6 * norm(reference.gradients)
+    kept = {key: _well_known_rows(key, reference, first, relative, negligible) for key in reference.gradients}
     expected, got, start = (
         {key: _rows(tensors[key])[rows] for key, rows in kept.items()} for tensors in (expected, got, reference.start)
     )
@@ -139,34 +156,32 @@ def _weights(
     return replace(check, detail=f"{check.detail}; {left_out} rows left out" if left_out else check.detail)
 
 
-def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float) -> Tensor:
+def _well_known_rows(key: str, reference: Trace, first: Trace, relative: float, negligible: float) -> Tensor:
     """Returns the mask of the rows of a parameter whose gradient is more than rounding, and so their movement too.
 
     AdamW divides a gradient by its size, so it turns rounding errors into steps of full size. The gradient of a key's
     bias is nothing else, and where queries, keys and values have one bias it is a part of a tensor. A row is left out
-    if its gradient is below a millionth of the whole one, or so near to what the two gradients of this tensor differ by
-    that its movement cannot be known to within `relative`. Whether gradients differ too much is not judged here.
+    if its gradient is below its share of `negligible`, the norm of a whole tensor, or so near to its share of what the
+    two gradients of this tensor differ by that its movement cannot be known to within `relative`. Whether gradients
+    differ too much is judged elsewhere.
     """
-    mask = _row_norms(reference.gradients[key]) > 1e-6 * norm(reference.gradients)
+    mask = torch.ones(len(_rows(reference.gradients[key])), dtype=torch.bool)
     for ours, theirs in (
         (reference.gradients, first.gradients),
         (reference.later_gradients, first.later_gradients),
     ):
-        if key in ours and key in theirs:
-            gradient, difference = ours[key], ours[key] - theirs[key]
-            noise = difference.norm() / difference.numel() ** 0.5  # of one element
-            row = _row_norms(gradient) / max(1, _rows(gradient).shape[1]) ** 0.5
-            mask &= (row == 0) | (row * relative >= noise)
+        if key not in ours or key not in theirs:
+            continue
+        gradient, difference = ours[key], ours[key] - theirs[key]
+        per_row, share = _rows(gradient).norm(dim=1), 1 / max(1, len(mask)) ** 0.5
+        unused = (per_row == 0) & (_rows(theirs[key]).norm(dim=1) == 0)
+        mask &= unused | ((per_row > share * negligible) & (per_row * relative >= share * difference.norm()))
     return mask
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """Returns a tensor as rows: those of its first dimension, or its elements if it has no other."""
     return tensor.reshape(-1, 1) if tensor.ndim < 2 else tensor.flatten(1)
-
-
-def _row_norms(tensor: Tensor) -> Tensor:
-    return _rows(tensor).norm(dim=1)
 
 
 def _untrained(reference: Trace, first: Trace, bounds: Bounds) -> Check:

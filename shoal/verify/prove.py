@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
@@ -51,6 +51,8 @@ class Verdict:
     checks: list[Check]
     mixing: list[str]
     """Modules that mix the samples of a batch, such as BatchNorm; with them no two layouts compute the same."""
+    draws: list[str] = field(default_factory=list)
+    """Modules that draw random numbers although dropout is off; every layout draws others."""
     own_layout: str | None = None
     """The description of the config's own layout, if this is that layout."""
     left_out: str = ""
@@ -62,7 +64,7 @@ class Verdict:
         failed = {check.kind for check in self.checks if not check.passed}
         if self.left_out:
             return "left out"
-        if "exact" in failed or ("values" in failed and not self.mixing):
+        if "exact" in failed or ("values" in failed and not (self.mixing or self.draws)):
             return "different"
         if "values" in failed:
             return "not comparable"
@@ -128,13 +130,15 @@ def prove(
         try:
             traces = runner(new_run, layout.world_size, steps, shared)
         except UserError as refusal:  # the other layouts can still be proved
-            verdicts.append(Verdict(candidate.name, layout.world_size, [], [], own_layout, str(refusal)))
+            verdicts.append(Verdict(candidate.name, layout.world_size, [], [], [], own_layout, str(refusal)))
             on_verdict(verdicts[-1])
             continue
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
         checks = compare(reference, traces, expected, layout.precision)
-        verdicts.append(Verdict(candidate.name, layout.world_size, checks, reference.mixing, own_layout))
+        verdicts.append(
+            Verdict(candidate.name, layout.world_size, checks, reference.mixing, reference.draws, own_layout)
+        )
         on_verdict(verdicts[-1])
     return verdicts
 
@@ -177,7 +181,20 @@ def print_verdict(verdict: Verdict) -> None:
         result, style = ("ok", None) if check.passed else ("FAILED", "red")
         console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
     if verdict.outcome == "not comparable":
-        console.print(
-            f"  these modules mix the samples of a micro-batch, so layouts compute other numbers: "
-            f"{', '.join(verdict.mixing)}"
+        console.print(f"  {why_not_comparable(verdict)}")
+
+
+def why_not_comparable(verdict: Verdict) -> str:
+    """Returns the reason why the numbers of two layouts cannot be the same for this model."""
+    reasons = []
+    if verdict.mixing:
+        names = ", ".join(verdict.mixing)
+        reasons.append(f"these modules mix the samples of a micro-batch, so layouts compute other numbers: {names}")
+    if verdict.draws:
+        first, others = verdict.draws[0], len(verdict.draws) - 1
+        drew = f"{first} draws" if not others else f"{first} and {others} more draw"
+        reasons.append(
+            f"{drew} random numbers in the forward, and every layout draws others; turn that off for the proof, such "
+            "as a dropout in the config"
         )
+    return "; ".join(reasons)

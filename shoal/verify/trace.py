@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
+from shoal.config.mesh import coordinates
 from shoal.config.schema import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
@@ -21,10 +22,11 @@ from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
-from shoal.torch_private import BATCH_NORM, DROPOUT, TorchDispatchMode
+from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
+from shoal.verify.draws import WatchDraws, seed_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
 UPDATE_LEARNING_RATE = 0.01
@@ -81,8 +83,13 @@ class Trace:
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
     desync: str = ""
+    rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
+    the seeds of its generators after the first step."""
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
+    draws: list[str] = field(default_factory=list)
+    """What draws random numbers in the forward, if that changes the loss. Looked for on one device alone."""
 
     def shared(self) -> Shared:
         """Returns what every layout is given, if this is the trace of one device."""
@@ -130,9 +137,14 @@ class _Tracer:
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
             batches = iter(loader)
+            watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
-                loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first also sets things up
+                with watch if step == 0 else nullcontext():
+                    loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
                 if step == 0:
+                    trace.rng = self._rng()
+                    if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(micro_batches):
+                        trace.draws = watch.draws
                     trace.gradients = self._gradients()
                     trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
                 self._note_desync(micro_batches, loader)
@@ -190,7 +202,9 @@ class _Tracer:
 
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
-        self.session = assemble(self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=_no_dropout)
+        self.session = assemble(
+            self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=turn_off_dropout
+        )
         self.model, self.optimizer = self.session.model, self.session.optimizer
 
     def _loader(self) -> Loader:
@@ -205,6 +219,18 @@ class _Tracer:
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
 
+    def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        losses = set()
+        for seed in (1, 2):
+            hook = seed_at_forward(self.model, seed, self.strategy.device)
+            losses.add(self.strategy.evaluate(self.model, micro_batches, self.recipe).total.item())
+            hook.remove()
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+        return len(losses) > 1
+
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Returns the loss of an evaluation as a run makes it."""
         self.model.eval()
@@ -212,6 +238,14 @@ class _Tracer:
         loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
         self.model.train()
         return loss
+
+    def _rng(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        strategy, device = self.strategy, self.strategy.device
+        place = coordinates(strategy.world.rank, strategy.layout.mesh)
+        seeds = [torch.default_generator.initial_seed()]
+        if device.type != "cpu":
+            seeds.append(torch.get_device_module(device).initial_seed())
+        return (strategy.data_rank, place["pp"], place["cp"]), tuple(seeds)
 
     def _gradients(self) -> dict[str, Tensor]:
         scale = self._loss_scale()
@@ -235,12 +269,6 @@ class _Tracer:
 def norm(named: dict[str, Tensor]) -> float:
     """Returns the norm of all elements of these tensors."""
     return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0
-
-
-def _no_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, DROPOUT):
-            module.p = 0.0
 
 
 def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:

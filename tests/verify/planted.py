@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
@@ -20,9 +21,9 @@ from shoal.strategies import DDPStrategy, DistributedStrategy, native
 from shoal.strategies.contract import Engaged
 from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
-from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.native import NativeStrategy
-from shoal.strategies.update import Update
+from shoal.strategies.update import ShardedUpdate, Update
 from shoal.tensors import local_part, replace_parameters
 from shoal.training import session
 from shoal.training.optimizers import build_optimizer
@@ -133,6 +134,36 @@ class Fused(Ragged):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(13, 16), Attention(), Block(), nn.Linear(16, 13))
+
+
+class Drop(nn.Module):
+    """Calls dropout as a function, with a probability that no attribute has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.2, self.training)
+
+
+class Draw(nn.Module):
+    """Draws a number and does not use it, like models that may skip layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(())
+        return x
+
+
+class Dropping(Ragged):
+    """Has dropout that cannot be turned off from outside."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), Block(), nn.Sequential(Draw(), Drop()), nn.Linear(16, 13))
+
+
+class Encoder(Ragged):
+    """Has dropout in modules and as a function in attention, and draws a number that it does not use."""
+
+    def build_model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        return nn.Sequential(nn.Embedding(13, 16), Draw(), layer, nn.Linear(16, 13))
 
 
 class RunningMean(nn.Module):
@@ -254,6 +285,40 @@ def _with_scaled_gradients(step: Any) -> Any:
     return step_without_unscaling
 
 
+def _seed_with(rng_key: Any) -> Any:
+    """Seeds generators with another key than the rank's own."""
+    seed_generators = Surroundings.seed_generators
+
+    def seed(self: Surroundings, *place: int | str) -> None:
+        self._rng_key = rng_key()
+        seed_generators(self, *place)
+
+    return patch.object(Surroundings, "seed_generators", seed)
+
+
+def _norm_of_own_stage(norm: Any) -> Any:
+    def norm_without_stages(self: ShardedUpdate, gradients: list[Tensor]) -> Tensor:
+        stages, self._stages = self._stages, None
+        try:
+            return norm(self, gradients)
+        finally:
+            self._stages = stages
+
+    return norm_without_stages
+
+
+def _without_gradient_of_last(forward_backward: Any) -> Any:
+    def forget_last(self: Overlapped, batches: Any, micro_batches: Any, *args: Any) -> Any:
+        *others, last = micro_batches
+        return forward_backward(self, batches, [*others, replace(last, weight=0)], *args)
+
+    return forget_last
+
+
+def _first_part_of_sequences(self: DistributedStrategy, batches: Any, recipe: Any) -> list[Any]:
+    return [recipe.split_sequence(batch, 0, self.layout.mesh["cp"]) for batch in batches]
+
+
 def _without_last_micro_batch(score: Any) -> Any:
     def score_others(self: InTurn, *args: Any) -> list[Tensor]:
         *losses, last = score(self, *args)
@@ -288,6 +353,15 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         ),
         "evaluation forgets a micro-batch": lambda: patch.object(
             InTurn, "score", _without_last_micro_batch(InTurn.score)
+        ),
+        "data ranks draw the same": lambda: _seed_with(lambda: (0,)),
+        "tensor ranks draw differently": lambda: _seed_with(lambda: (dist.get_rank(),)),
+        "norm of one stage": lambda: patch.object(ShardedUpdate, "norm", _norm_of_own_stage(ShardedUpdate.norm)),
+        "gradient of a micro-batch lost": lambda: patch.object(
+            Overlapped, "forward_backward", _without_gradient_of_last(Overlapped.forward_backward)
+        ),
+        "same tokens on all ranks": lambda: patch.object(
+            DistributedStrategy, "_split_sequences", _first_part_of_sequences
         ),
         "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),

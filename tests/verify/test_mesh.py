@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
 from shoal.verify.trace import Shared, Trace, trace
+from verify.planted import trace_with
 from verify.runs import bdh, failed, llama, on_text, runner_on, with_adamw
 
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
@@ -141,6 +143,23 @@ def trace_with_all_heads_swapped(run: Run, steps: int, shared: Shared | None, ad
 def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str, tracer: Any) -> None:
     (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=runner_on(pool2, tracer, adamw=False))
     assert "gradients" in failed(verdict)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bug", "checks"),
+    [
+        ("pp", "norm of one stage", {"gradient norm", "weights, SGD"}),
+        ("pp", "gradient of a micro-batch lost", {"gradients", "later gradients"}),
+        ("cp", "same tokens on all ranks", {"loss", "gradients", "evaluation"}),
+        ("tp", "tensor ranks draw differently", {"random numbers"}),
+    ],
+)
+def test_planted_bugs_of_a_mesh_are_found(tmp_path: Path, pool2: Pool, layout: str, bug: str, checks: set[str]) -> None:
+    runner = runner_on(pool2, partial(trace_with, bug), adamw=False)
+    (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], steps=2, runner=runner)
+    assert checks <= failed(verdict).keys()
+    if layout == "tp":  # dropout is off, so nothing else can see it
+        assert checks == failed(verdict).keys()
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import pytest
 import torch
 from conftest import ToyRun
 from pool import Pool
+from torch import nn
 
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.verify import Verdict, exit_code, print_verdict, prove
 from shoal.verify.compare import Check, CheckKind, compare
+from shoal.verify.draws import WatchDraws
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate
 from shoal.verify.trace import Trace
@@ -61,6 +63,7 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
         ("forgotten 1/accumulation", "gradients", "a constant factor is missing"),
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
+        ("data ranks draw the same", "random numbers", "ranks 0 and 1 have other samples or layers and one seed"),
         ("evaluation forgets a micro-batch", "evaluation", "on one device"),
         ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
@@ -178,6 +181,44 @@ def test_frozen_parameters_that_change_are_found() -> None:
     for layout, passes in ((reference, True), (changed, False)):
         checks = {check.name: check for check in compare(reference, [layout], ExpectedWork(1, None, {}), "bf16")}
         assert checks["buffers"].passed is passes
+
+
+def test_a_module_that_draws_is_named_instead_of_a_layout_that_differs(
+    pool2: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (verdict,) = prove(ragged("Dropping", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert "gradients" in failed(verdict)
+    assert verdict.outcome == "not comparable"
+    assert verdict.draws == ["2.0 (Draw)", "2.1 (Drop)"]
+    print_verdict(verdict)
+    said = capsys.readouterr().out
+    assert "2.0 (Draw) and 1 more draw random numbers in the forward" in said
+    assert "NOT" not in said
+
+
+def test_dropout_in_functions_is_turned_off_and_draws_without_effect_do_not_matter(pool2: Pool) -> None:
+    (verdict,) = prove(ragged("Encoder", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert failed(verdict) == {}
+    assert verdict.draws == []
+
+
+def test_a_loss_that_draws_is_named() -> None:
+    model, device = nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")
+    with WatchDraws(model, device) as watch:
+        model(torch.ones(1, 2))
+        torch.rand(())
+    assert watch.draws == ["the recipe's loss"]
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"), [("forgotten 1/accumulation", "gradients"), ("missing all-reduce", "ranks agree")]
+)
+def test_planted_bugs_are_caught_in_fp16(pool2: Pool, bug: str, check: str) -> None:
+    run = ragged(global_batch_size=12, gradient_accumulation=3, mixed_precision="fp16")
+    runner = runner_on(pool2, partial(trace_with, bug), adamw=False)
+    (verdict,) = prove(run, 2, ["ddp"], steps=2, runner=runner)
+    assert check in failed(verdict)
 
 
 def test_gathering_everything_is_wrong_in_nothing_but_the_work(pool2: Pool) -> None:
