@@ -255,7 +255,8 @@ class LoggingConfig(Section):
     every: Positive = 10
     """Log after every n-th step."""
     console: ConsoleMode = "auto"
-    """`rich`: a live progress bar. `plain`: lines. `auto`: `rich` on a terminal, else `plain`. `off`: only warnings, on standard error."""
+    """`rich`: a live progress bar. `plain`: lines. `auto`: `rich` on a terminal, else `plain`. `off`: only warnings, on
+    standard error."""
     tensorboard: bool = True
     """Write TensorBoard files to `tensorboard/` in the run folder."""
     jsonl: bool = True
