@@ -31,6 +31,8 @@ LOCK = "run.lock"
 HEARTBEAT_SECONDS = 3.0
 STALE_SECONDS = 60.0
 """After so long without a heartbeat a holder counts as dead."""
+CLAIM_SECONDS = 10.0
+"""After so long a run that has claimed a dead holder's folder, and has not taken it, counts as dead too."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class RunLock:
         self.holder = Holder.of_this_process(job, attempt)
         self._own_path = self.folder / f".{LOCK}.{self.holder.token}"
         self._file: int | None = None
+        self._claim_seen: tuple[float | None, float] = (None, 0.0)
+        """The modification time of another run's claim, and since when this run has seen it, by its own clock."""
         self._stop = threading.Event()
         self._heartbeat_thread: threading.Thread | None = None
 
@@ -184,8 +188,11 @@ class RunLock:
         holder = Holder.parse(stale_text)
         claim = self.folder / f".{LOCK}.after.{holder.token if holder else 'nobody'}"
         if not self._link(claim):
-            claimed_at = _modified_at(claim)
-            if claimed_at and self._file_system_seconds() - claimed_at > 10:  # the run that made it has died
+            # The age of the file would not do: it is below zero for as long as a clock was set back.
+            now, claimed_at = time.monotonic(), _modified_at(claim)
+            if claimed_at != self._claim_seen[0]:
+                self._claim_seen = claimed_at, now
+            elif now - self._claim_seen[1] > CLAIM_SECONDS:  # the run that made it has died
                 claim.unlink(missing_ok=True)
             time.sleep(0.05)
             return False

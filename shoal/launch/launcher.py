@@ -75,13 +75,15 @@ def _run_until_it_ends(run: Run, node: int, board: Any, arguments: Sequence[str]
         exit_codes = _run_attempt(run, node, board, run_id, report_key, arguments)
         if not exit_codes:
             return 0
+        # An error that would come again; the worker has printed it. It comes first: torch then stops the other workers,
+        # whose exit codes look as if somebody had stopped the run.
+        if board.check([FINAL_EXIT_CODE]):
+            return int(board.get(FINAL_EXIT_CODE))
         codes = {*exit_codes.values()}
         if codes <= {-number for number in STOP_SIGNALS}:  # the signal came before the first step
             codes = {128 - code for code in codes}
         if stopped := codes & {128 + number for number in STOP_SIGNALS}:
             return min(stopped)
-        if board.check([FINAL_EXIT_CODE]):  # an error that would come again; the worker has printed it
-            return int(board.get(FINAL_EXIT_CODE))
         board.compare_set("attempt", str(attempt), str(attempt + 1))
         restarting = f"starting again, from the last checkpoint if there is one ({attempt + 1} of {max_restarts})"
         next_action = restarting if attempt < max_restarts else f"giving up after {max_restarts} restarts"

@@ -196,8 +196,11 @@ class TensorBoardLogger:
         files = sorted(folder.glob("*tfevents*"))
         for path in files:
             _drop_repeated_events(resume_step, evaluates_again, path)
-        # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{len(files)}"
+        # TensorBoard reads the files of a folder in the order of their names, so the new one has to be the last, also
+        # if the clock was set back since the others were made.
+        stamps = [int(stamp) for path in files if (stamp := path.name.split("tfevents.")[-1].split(".")[0]).isdigit()]
+        self._wall_time = max([time.time(), *(stamp + 1.0 for stamp in stamps)])
+        name = f"events.out.tfevents.{self._wall_time:010.0f}.{socket.gethostname()}.{os.getpid()}.{len(files)}"
         self._records = RecordWriter(RetryingFile(folder / name))
         # START makes an open TensorBoard drop what it has read from this step on; step 0 drops all of an earlier run.
         self._write(0, file_version="brain.Event:2")
@@ -218,7 +221,8 @@ class TensorBoardLogger:
         """Writes an event to disk immediately, so that a step is logged before its checkpoint is saved."""
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._records.write(Event(step=step, wall_time=time.time(), **content).SerializeToString())
+        self._wall_time = max(self._wall_time, time.time())
+        self._records.write(Event(step=step, wall_time=self._wall_time, **content).SerializeToString())
         self._records.flush()
 
 

@@ -19,7 +19,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from shoal.cli.main import train
 from shoal.config import load_run
 from shoal.errors import UserError
+from shoal.launch import launcher
 from shoal.launch.launcher import start
+from shoal.launch.worker import FINAL_EXIT_CODE
 from shoal.processes.board import open_board
 from shoal.processes.world import World
 from shoal.training import train as train_run
@@ -167,6 +169,29 @@ def test_a_second_machine_with_a_wrong_address_ends_with_one_line(toy: ToyRun) -
     assert run.err.startswith(f"shoal: error: MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: what listens there")
     assert run.err.count("\n") == 1
     assert not toy.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "final", "expected"),
+    [
+        ({0: 2, 1: 143}, "2", 2),  # torch has stopped rank 1 because rank 0 had failed
+        ({0: 2, 1: -15}, "2", 2),
+        ({0: 143, 1: 143}, None, 143),  # somebody has stopped the run
+        ({0: -15, 1: -15}, None, 143),
+    ],
+)
+def test_an_error_that_would_come_again_decides_the_exit_code(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, exit_codes: dict[int, int], final: str | None, expected: int
+) -> None:
+    board = open_board("127.0.0.1", 0, loopback_only=True)
+
+    def fail(*_: object) -> dict[int, int]:
+        if final is not None:
+            board.set(FINAL_EXIT_CODE, final)
+        return exit_codes
+
+    monkeypatch.setattr(launcher, "_run_attempt", fail)
+    assert launcher._run_until_it_ends(load_run(toy.config, [TWO]), 0, board, []) == expected
 
 
 JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zero.json"]
