@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: which tensors are stored in which files, with a digest of each and of the manifest.
 
 A manifest is not trusted, because anyone who can write a file can also compute a digest. Before any memory is allocated
-for a tensor, its claimed size has to fit into the files that exist.
+for a tensor, its claimed size has to fit into the files that exist. The files of a checkpoint are regular files in its
+folder, and not links.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shoal.checkpoint.pieces import MappedFiles, Piece, StoredTensor, is_storabl
 from shoal.checkpoint.regions import Region, coverage_problem
 from shoal.errors import UserError
 from shoal.tensors import tensors_with_names
+from shoal.weights.regular_files import check_regular, read_json_text
 
 FORMAT = 2
 """The format of checkpoints that refer to a frozen base: a shoal that knows only format 1 would load them without it.
@@ -38,7 +40,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint. Raises ValueError if it is damaged, UserError if its format is unknown."""
-    text = (folder / MANIFEST).read_text()
+    text = read_json_text(folder / MANIFEST).decode()
     manifest = json.loads(text)
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise ValueError(f"{MANIFEST} is not a manifest")
@@ -54,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for file, facts in manifest["files"].items():
         if Path(file).name != file:
             raise ValueError(f"{MANIFEST} points outside its folder: {file!r}")
-        if (folder / file).stat().st_size != facts["bytes"]:
+        if check_regular(folder / file).st_size != facts["bytes"]:
             raise ValueError(f"{file} is not {facts['bytes']} bytes long")
     return manifest
 

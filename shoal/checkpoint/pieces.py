@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shoal.checkpoint.regions import Region, whole_region
 from shoal.errors import UserError
+from shoal.weights.regular_files import MAX_HEADER_BYTES, read_regular
 
 READ_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
 """The errors that opening a damaged file, or reading a tensor from it, may raise."""
@@ -146,11 +147,9 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def header_digest(path: Path) -> str:
-    """Returns the sha256 of the header of a safetensors file."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
-    return hashlib.sha256(length + header).hexdigest()
+    """Returns the sha256 of the header of a safetensors file. Raises ValueError if it is no regular file."""
+    length = int.from_bytes(read_regular(path, 8), "little")
+    return hashlib.sha256(read_regular(path, 8 + min(length, MAX_HEADER_BYTES))).hexdigest()
 
 
 @dataclass(frozen=True)

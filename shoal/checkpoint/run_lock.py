@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.errors import UserError, printable
+from shoal.weights.regular_files import read_regular
 
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 3.0
@@ -316,9 +317,8 @@ def _now() -> str:
 def _read(path: Path) -> str:
     """Returns the beginning of a file, or an empty string if it cannot be read."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(10_000)
-    except OSError:
+        return read_regular(path, 10_000).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
         return ""
 
 
@@ -328,7 +328,10 @@ def _modified_at(path: Path) -> float | None:
     The file is opened first, which makes network file systems ask the server.
     """
     try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place is not waited for
     except OSError:
         return None
+    try:
+        return os.fstat(file).st_mtime
+    finally:
+        os.close(file)

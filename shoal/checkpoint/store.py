@@ -45,9 +45,10 @@ from shoal.checkpoint.peers import ALL, Peers
 from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
 from shoal.checkpoint.pieces import StoredTensor, why_not_storable, write_safetensors
 from shoal.checkpoint.regions import Held, Region, WrongLayout, coverage_problem, local_region
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.tensors import local_part
 from shoal.types import TrainState
+from shoal.weights.regular_files import read_json_text
 
 TRAINER = "trainer.json"
 
@@ -277,14 +278,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         base = parse_base(manifest["base"]) if "base" in manifest else {}
         if twice := [name for name in base if f"model/{name}" in tensors]:
             raise ValueError(f"{MANIFEST} has {twice[0]!r} both as a stored and as a frozen tensor")
-        text = (folder / TRAINER).read_bytes()
+        text = read_json_text(folder / TRAINER)
         if hashlib.sha256(text).hexdigest() != manifest["files"][TRAINER]["sha256"]:
             raise ValueError(f"{TRAINER} does not match its digest")
-        checkpoint = Checkpoint(folder, manifest, json.loads(text), tensors, base)
+        trainer = json.loads(text)
+        if not isinstance(trainer, dict):
+            raise ValueError(f"{TRAINER} is not an object")
+        checkpoint = Checkpoint(folder, manifest, trainer, tensors, base)
         _check_name(checkpoint)
         return checkpoint
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder}: {error}") from None
+        reason = f"a key is missing: {error}" if isinstance(error, KeyError) else one_line(error)
+        raise DamagedCheckpoint(f"{folder}: {reason}") from None
 
 
 def _check_name(checkpoint: Checkpoint) -> None:

@@ -31,6 +31,7 @@ from shoal.config.deepspeed_keys import (
 from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
+from shoal.config.yaml import MAX_BYTES
 from shoal.errors import UserError, as_user_error
 
 
@@ -49,7 +50,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     where = f"distributed.deepspeed.config_file = {os.fspath(path)!r}"
     invalid = as_user_error(f"{where} is not valid JSON", ValueError, RecursionError)
     with as_user_error(f"{where} cannot be read", OSError), invalid:
-        document = _parse(Path(path).expanduser().read_text())
+        with Path(path).expanduser().open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UserError(f"{where} has more than {MAX_BYTES:,} bytes; a DeepSpeed JSON is smaller")
+        document = _parse(data.decode())
     if not isinstance(document, dict):
         raise UserError(f"{where} holds a {type(document).__name__}; it should hold an object")
     return document

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.errors import as_user_error
+from shoal.weights.regular_files import check_regular
 
 OpenFiles = Mapping[str, Any]
 """Tensors in safetensors files by name, mapped into memory: `get_shape()` returns a shape, indexing reads a part."""
@@ -27,7 +28,8 @@ OpenFiles = Mapping[str, Any]
 
 def open_safetensors(path: Path) -> Any:
     """Opens a safetensors file and maps it into memory. Raises UserError if that fails."""
-    with as_user_error(f"{path} cannot be read as safetensors", OSError, SafetensorError):
+    with as_user_error(f"{path} cannot be read as safetensors", OSError, ValueError, SafetensorError):
+        check_regular(path, follow_links=True)
         return safe_open(path, framework="pt")
 
 

@@ -13,6 +13,7 @@ from shoal.errors import UserError, as_user_error
 from shoal.tensors import local_part, local_slices, tensors_with_names
 from shoal.types import Weights
 from shoal.weights.conversion import FileTensor, Source, open_files
+from shoal.weights.regular_files import read_json_text
 
 
 def weight_files(folder: Path, key: str, advice: str) -> list[Path]:
@@ -24,12 +25,14 @@ def weight_files(folder: Path, key: str, advice: str) -> list[Path]:
     if not index.exists():
         return [single] if single.is_file() else []
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        names = sorted(
+            {str(name) for name in json.loads(read_json_text(index, follow_links=True))["weight_map"].values()}
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{key}: {index} is damaged; {advice}") from None
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise UserError(f"{key}: {index} names {name!r}, which is not in its folder; {advice}")
+        if Path(name).name != name or "\0" in name or not (folder / name).is_file():
+            raise UserError(f"{key}: {index} names {name!r:.200}, which is not in its folder; {advice}")
     return [folder / name for name in names]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import resource
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Callable
 from math import prod
@@ -181,6 +183,52 @@ def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None
     with pytest.raises(DamagedCheckpoint, match="outside"):
         open_checkpoint(folder)
     assert files_in(tmp_path) == before
+
+
+def put_in_place(path: Path, kind: str) -> None:
+    """Replaces a file by something that is no regular file."""
+    copy = path.parents[2] / "elsewhere"
+    shutil.copyfile(path, copy)
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        os.mknod(path, 0o600 | stat.S_IFSOCK)
+    else:
+        path.symlink_to({"device": Path("/dev/zero"), "link": copy, "loop": path}[kind])
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device", "link", "loop"])
+def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, file: str, kind: str) -> None:
+    """A pipe would wait for a writer, /dev/zero has no end, and a link could lead to any file of the reader."""
+    folder = save(tmp_path)
+    put_in_place(folder / file, kind)
+    with pytest.raises(DamagedCheckpoint, match=f"{file} is not a regular file but a ") as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+    assert find_latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "7", "null", '"step"'])
+def test_a_trainer_json_that_is_no_object_is_damage(tmp_path: Path, text: str) -> None:
+    folder = save(tmp_path)
+    (folder / "trainer.json").write_text(text)
+    digest = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    forge_manifest(folder, lambda manifest: manifest["files"].update({"trainer.json": digest}))
+    with pytest.raises(DamagedCheckpoint, match=r"trainer\.json is not an object"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "\0", "x" * 300])
+def test_a_manifest_with_an_odd_file_name_is_damaged(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path)
+    forge_manifest(folder, lambda manifest: manifest["files"].update({name: {"bytes": 4096}}))
+    with pytest.raises(DamagedCheckpoint) as caught:
+        open_checkpoint(folder)
+    assert "\n" not in str(caught.value)
 
 
 WEIGHT = "model/weight"

@@ -119,9 +119,12 @@ def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
     assert type(parsed) is type(value)
 
 
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
         lambda inner: st.lists(inner, max_size=3),
         max_leaves=5,
     )

@@ -18,7 +18,7 @@ from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DistributedStrategy, native
-from shoal.strategies.contract import Engaged
+from shoal.strategies.contract import Engaged, prepare_batch
 from shoal.strategies.engines import ddp
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
@@ -308,14 +308,15 @@ def _norm_of_own_stage(norm: Any) -> Any:
 
 
 def _without_gradient_of_last(forward_backward: Any) -> Any:
-    def forget_last(self: Overlapped, batches: Any, micro_batches: Any, *args: Any) -> Any:
-        *others, last = micro_batches
-        return forward_backward(self, batches, [*others, replace(last, weight=0)], *args)
+    def forget_last(self: Overlapped, batches: Any, scales: Any, *args: Any) -> Any:
+        *others, last = scales
+        return forward_backward(self, batches, [*others, 0 * last], *args)
 
     return forget_last
 
 
-def _first_part_of_sequences(self: DistributedStrategy, batches: Any, recipe: Any) -> list[Any]:
+def _first_part_of_sequences(self: DistributedStrategy, micro_batches: Any, recipe: Any) -> list[Any]:
+    batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
     return [recipe.split_sequence(batch, 0, self.layout.mesh["cp"]) for batch in batches]
 
 
@@ -361,7 +362,7 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
             Overlapped, "forward_backward", _without_gradient_of_last(Overlapped.forward_backward)
         ),
         "same tokens on all ranks": lambda: patch.object(
-            DistributedStrategy, "_split_sequences", _first_part_of_sequences
+            DistributedStrategy, "_prepare_batches", _first_part_of_sequences
         ),
         "computes twice": lambda: patch.object(InTurn, "forward_backward", _compute_twice(InTurn.forward_backward)),
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from shoal.errors import UserError
 from shoal.strategies import DDPStrategy, FSDPStrategy, SingleStrategy
 from shoal.types import ParallelPlan, Weights
 from shoal.weights import build, materialise
-from shoal.weights.conversion import Concatenate, FileTensor, Source, Stack, Transpose
+from shoal.weights.conversion import Concatenate, FileTensor, Source, Stack, Transpose, open_safetensors
+from shoal.weights.from_files import weight_files
 
 
 class Tied(nn.Module):
@@ -150,3 +152,16 @@ def test_tensors_are_made_from_several_in_the_files(tmp_path: Path, pool2: Pool)
     save_file(stored, path)
     with pytest.raises(UserError, match=r"has no tensor 'layer\.bias'"):
         build(Experts, Weights("files", files=(path,), sources=without_bias), 0)
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="is not a regular file but a pipe"):
+        open_safetensors(tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(UserError, match="is damaged"):
+        weight_files(tmp_path, "model.name", "save it again")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b\\u0000"}}')
+    with pytest.raises(UserError, match="not in its folder"):
+        weight_files(tmp_path, "model.name", "save it again")
