@@ -56,12 +56,14 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     epoch_size: int | None
     start: int
     end: int | None
+    keep_generators: bool
 
     def __iter__(self) -> Iterator[_Item | UserError]:
-        if info := get_worker_info():
-            yield from self._items(info.id, info.num_workers)
+        info = get_worker_info()
+        items = self._items(info.id, info.num_workers) if info else self._items(0, 1)
+        if info or not self.keep_generators:
+            yield from items
             return
-        items = self._items(0, 1)
         while True:
             with GeneratorsKept():
                 item = next(items, None)
@@ -135,7 +137,10 @@ class Loader:
         pin_memory: bool = False,
         persistent_workers: bool = False,
         prefetch: int = 2,
+        keep_generators: bool = True,
     ):
+        """`keep_generators` gives the process's random generators their states back after reading, which takes some
+        40 µs; where they are seeded before every use, as strategies do, nobody needs it."""
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"train_data/eval_data: {type(dataset).__name__} has neither __len__ and __getitem__ nor open(start), "
@@ -149,7 +154,7 @@ class Loader:
         self._samples_at = partial(samples_at, epoch_size=self.epoch_size, seed=seed, shuffle=shuffle)
         self._steps: Generator[list[MicroBatch], None, None] | None = None
         reader = partial(open_reader, dataset, position, seed, shuffle, data_rank, data_size)
-        source = _MicroBatches(reader, seed, collate, batches, self.epoch_size, position, end)
+        source = _MicroBatches(reader, seed, collate, batches, self.epoch_size, position, end, keep_generators)
         pin_memory = pin_memory and torch.accelerator.is_available()
         self._pin_in_iteration = pin_memory and num_workers == 0
         # Without workers torch's DataLoader is not used: its overhead per step is larger than reading a small dataset.

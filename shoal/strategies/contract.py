@@ -343,13 +343,11 @@ class DistributedStrategy(ABC):
 def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
     """Returns what a summed loss is multiplied by: 1 / count, and 0 if the count is 0.
 
-    It is NaN for a count that is negative or not finite, so that the update is skipped and the skip is counted. All of
-    it is computed on the device, so that the host does not wait for the count.
+    It is NaN for a negative count, so that the update is skipped and the skip is counted. All of it is computed on the
+    device, so that the host does not wait for the count.
     """
-    count = count.float()
     scale = loss_scale.scale if loss_scale else 1.0
-    not_positive = count.sqrt()  # 0 for 0, else NaN
-    return torch.where(count > 0, scale / count, not_positive) + (count - count)  # infinity minus infinity is NaN
+    return torch.where(count > 0, scale / count, count.sqrt())  # the root is 0 for 0, and else NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:

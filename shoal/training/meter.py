@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from math import inf
 
 import torch
 from torch import nn
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
+from shoal.errors import UserError
 from shoal.observe.flops import count_forward_flops, peak_flops
 from shoal.strategies import DistributedStrategy
 from shoal.strategies.contract import prepare_batch
@@ -71,6 +73,8 @@ class Meter:
         if not self._steps:
             return
         self._counted += torch.stack([output.count for output, _ in self._steps]).sum().item()
+        if self._counted == inf:
+            raise UserError("the recipe's count of a batch is infinite; it must be a finite number, at least 0")
         for skipped in torch.stack([info.skipped for _, info in self._steps]).tolist():
             self._skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -42,7 +42,12 @@ class Session:
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
         strategy = self.strategy
-        options |= {"seed": self.seed, "data_rank": strategy.data_rank, "data_size": strategy.data_size}
+        options |= {
+            "seed": self.seed,
+            "data_rank": strategy.data_rank,
+            "data_size": strategy.data_size,
+            "keep_generators": False,
+        }
         return Loader(data, self.recipe.collate, batches, **options)
 
     def state(self) -> TrainState:

@@ -19,7 +19,7 @@ from shoal.types import Weights
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
 ON_TWO = ["ddp", "fsdp", "tp", "pp", *(pytest.param(f"zero_{n}", marks=needs_deepspeed) for n in (1, 3))]
-USABLE, UNUSABLE = (1.0, 1e-3, 0.0), (-1.0, math.nan, math.inf)
+USABLE, UNUSABLE = (1.0, 1e-3, 0.0), (-1.0, math.nan)
 
 
 class Weighted(Points):
@@ -81,6 +81,12 @@ def test_a_negative_count_stops_the_run_and_is_named(toy: ToyRun, change_recipe:
     change_recipe("    def inputs(", "    def count(self, batch):\n        return -4\n\n    def inputs(")
     with pytest.raises(UserError, match=r"3 updates were skipped.*; the recipe's count of the last batch is -4"):
         toy.train("training.max_skipped_steps=3")
+
+
+def test_an_infinite_count_stops_the_run(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("    def inputs(", "    def count(self, batch):\n        return float('inf')\n\n    def inputs(")
+    with pytest.raises(UserError, match="the recipe's count of a batch is infinite"):
+        toy.train()
 
 
 def test_steps_and_evaluations_without_a_count_go_on(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
