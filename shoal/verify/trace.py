@@ -147,6 +147,7 @@ class _Tracer:
                         trace.draws = watch.draws
                     trace.gradients = self._gradients()
                     trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
+                    set_learning_rate(self.optimizer, 1 / max(1.0, trace.max_norm))  # no update longer than 0.1
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())

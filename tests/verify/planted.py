@@ -91,6 +91,13 @@ class Quiet(Ragged):
         return super().loss(output, batch) / 100
 
 
+class Loud(Ragged):
+    """Has a gradient whose norm is far above 1, so that updates of that size would not be stable."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) * 1000
+
+
 class Scale(nn.Module):
     """Multiplies by a parameter without dimensions."""
 
