@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint bench clean help
+.PHONY: demo test test-slow test-gpu lint bench soak clean help
 
 help:
 	@echo "make demo       train a small language model here and now"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-slow  the tests that take minutes (compilers)"
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
 	@echo "make bench      what the training loop costs, beside its peers"
+	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
 demo: .venv/.ready
@@ -32,6 +33,9 @@ lint: .venv/.ready-dev
 
 bench: .venv/.ready-bench
 	$(BIN)/python benchmarks/loop_overhead.py
+
+soak: .venv/.ready
+	$(BIN)/python scripts/soak.py --seconds $(or $(SECONDS),3600)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -81,7 +81,7 @@ def chaos(
     to `on_line`, line by line.
     """
     folder.mkdir(parents=True)
-    start = partial(_start, config, overrides, kills + 3)
+    start = partial(start_run, config, overrides, kills + 3)
     on_line("training without interruption")
     uninterrupted = _train_to_the_end(start, folder / "uninterrupted")
     allowed = None
@@ -99,8 +99,8 @@ def chaos(
     return Verdict(done, problems, allowed)
 
 
-def _start(config: Path, overrides: Sequence[str], max_restarts: int, folder: Path) -> subprocess.Popen[str]:
-    """Starts the user's run with this folder as its output folder."""
+def start_run(config: Path, overrides: Sequence[str], max_restarts: int, folder: Path) -> subprocess.Popen[str]:
+    """Starts the user's run with this folder as its output folder. What it prints goes to `chaos.log` there."""
     keys = {
         "experiment.output_dir": folder,
         "logging.every": 1,
@@ -155,7 +155,7 @@ class _Killer:
                 time.sleep(_POLL_SECONDS)
             time.sleep(self.rng.random() * _DELAYS[moment])
             if self.process.poll() is None:
-                pid, name = self.rng.choice([*_workers(self.process.pid), (self.process.pid, self.launcher_name)])
+                pid, name = self.rng.choice([*workers_of(self.process.pid), (self.process.pid, self.launcher_name)])
                 step = self._step()
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -201,7 +201,7 @@ class _Killer:
         return code < 0
 
 
-def _workers(launcher: int) -> list[tuple[int, str]]:
+def workers_of(launcher: int) -> list[tuple[int, str]]:
     """Returns the process id and name of each rank that a launcher has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
