@@ -15,7 +15,13 @@ class UserError(Exception):
 
 def one_line(error: object, limit: int = 300) -> str:
     """Returns what an error says, on one line of at most `limit` characters."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    return printable(" ".join(str(error).split()))[:limit] or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Returns text without control characters: names in files are not trusted and must not reach the terminal as
+    commands."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @contextmanager

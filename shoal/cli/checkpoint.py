@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.arguments import Debug
-from shoal.errors import UserError
+from shoal.errors import UserError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -181,7 +181,7 @@ def rm(
 def _table_row(row: dict[str, Any]) -> list[str]:
     """Returns the cells of one checkpoint in the table of `ls`."""
     numbers = ((name, value) for name, value in row["metrics"].items() if isinstance(value, float | int))
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in numbers if abs(value) <= sys.float_info.max)
     step, state = "?" if row["step"] is None else str(row["step"]), "good" if row["good"] else "damaged"
     return [step, row["when"], _size(row["bytes"]), row["layout"] or "?", metrics, state]
 
@@ -256,7 +256,7 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(_printable, row))
+        table.add_row(*map(printable, row))
     return table
 
 
@@ -274,13 +274,7 @@ def _print(line: str | Table) -> None:
 
     wide = None if sys.stdout.isatty() else 400
     console = Console(file=sys.stdout, highlight=False, markup=False, width=wide, soft_wrap=isinstance(line, str))
-    console.print(_printable(line) if isinstance(line, str) else line)
-
-
-def _printable(text: str) -> str:
-    """Returns text without control characters: names in a checkpoint are not trusted and must not reach the terminal
-    as commands."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    console.print(printable(line) if isinstance(line, str) else line)
 
 
 def _plain(value: Any) -> str:

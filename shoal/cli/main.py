@@ -13,7 +13,7 @@ from shoal.cli.chaos import chaos
 from shoal.cli.config import show_config
 from shoal.cli.train import train
 from shoal.cli.verify import verify
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 
 app = typer.Typer(
     help="Distributed training on PyTorch. A recipe says what to train, a config file how it is spread over devices.",
@@ -53,7 +53,7 @@ def main() -> None:
     except (UserError, PermissionError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"shoal: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"shoal: error: {one_line(error, 2000)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("shoal: interrupted", file=sys.stderr)
