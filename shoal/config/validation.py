@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from shoal.config.yaml import Sources, Tree
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, one_line, printable
 
 
 def validate(model: Any, tree: Tree, sources: Sources) -> Any:
@@ -44,7 +44,8 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
 
 def named(dotted: str, sources: Sources) -> str:
     """Returns a key with where it was set, for messages."""
-    return f"{dotted} ({sources[dotted]})" if dotted in sources else dotted
+    shown = printable(dotted)[:300]
+    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
 
 
 def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:
