@@ -139,3 +139,9 @@ def test_a_real_language_model_trains_and_writes(tmp_path: Path) -> None:
     assert losses[-1] < 1.5
     assert "a sample" in result.stdout
     assert (tmp_path / "runs" / "run" / "tensorboard").is_dir()
+
+
+def test_control_characters_in_an_error_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    result = call_shoal(tmp_path, "checkpoint", "ls", "a\x1b[2Jb")
+    assert result.returncode == 2
+    assert result.stderr == "shoal: error: a\\x1b[2Jb: no such folder\n"

@@ -90,7 +90,7 @@ def parse_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, StoredTen
             bytes_left[piece["file"]] -= region.numel * dtype.itemsize
             if bytes_left[piece["file"]] < 0:
                 raise ValueError(f"{piece['file']} is too small for {name}")
-            pieces.append(Piece(folder / piece["file"], key, region, dtype, piece["sha256"]))
+            pieces.append(Piece(folder / piece["file"], key, region, dtype, str(piece["sha256"])))
         if problem := coverage_problem(shape, [piece.region for piece in pieces]):
             raise ValueError(f"{name}: {problem}")
         if len({piece.path for piece in pieces}) != len(pieces):

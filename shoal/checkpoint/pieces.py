@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from shoal.checkpoint.regions import Region, whole_region
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.weights.regular_files import MAX_HEADER_BYTES, read_regular
 
 READ_ERRORS = (OSError, SafetensorError, KeyError, ValueError, RuntimeError)
@@ -185,7 +185,7 @@ class MappedFiles:
 
     def damage(self, path: Path, error: Exception) -> Exception:
         """Returns the exception to raise for a file that cannot be read."""
-        return DamagedCheckpoint(f"{path}: {error}")
+        return DamagedCheckpoint(f"{path}: {one_line(error)}")
 
     def tensor(self, path: Path, key: str) -> Tensor:
         """Returns a tensor from a file without comparing it with a digest."""

@@ -287,7 +287,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         checkpoint = Checkpoint(folder, manifest, trainer, tensors, base)
         _check_name(checkpoint)
         return checkpoint
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"a key is missing: {error}" if isinstance(error, KeyError) else one_line(error)
         raise DamagedCheckpoint(f"{folder}: {reason}") from None
 

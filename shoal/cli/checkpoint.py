@@ -181,7 +181,7 @@ def rm(
 def _table_row(row: dict[str, Any]) -> list[str]:
     """Returns the cells of one checkpoint in the table of `ls`."""
     numbers = ((name, value) for name, value in row["metrics"].items() if isinstance(value, float | int))
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in numbers if abs(value) <= sys.float_info.max)
     step, state = "?" if row["step"] is None else str(row["step"]), "good" if row["good"] else "damaged"
     return [step, row["when"], _size(row["bytes"]), row["layout"] or "?", metrics, state]
 

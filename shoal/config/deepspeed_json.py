@@ -32,7 +32,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.validation import validate
 from shoal.config.yaml import MAX_BYTES
-from shoal.errors import UserError, as_user_error
+from shoal.errors import UserError, as_user_error, printable
 
 
 @dataclass
@@ -141,7 +141,7 @@ def fit_json(
 def _entries(section: Mapping[str, Any], table: Table, prefix: str) -> Iterator[tuple[str, Any, str | Accept]]:
     """Yields (name, value, entry in the table) for all keys that have a value, also inside objects."""
     for key, value in section.items():
-        name, entry = f"{prefix}{key}", table.get(key, table.get("*"))
+        name, entry = f"{prefix}{printable(key)[:200]}", table.get(key, table.get("*"))
         if entry is None:
             nearest = get_close_matches(str(key), table, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
@@ -170,7 +170,7 @@ def _left_out(scheduler: Any, table: Any) -> Iterator[tuple[str, str]]:
 
 
 def _refused(name: str, value: Any, why: str) -> UserError:
-    return UserError(f"{name} = {json.dumps(value, default=str)} {why}")
+    return UserError(f"{name} = {json.dumps(value, default=str)[:200]} {why}")
 
 
 def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from shoal.config.yaml import Sources, Tree
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line, printable
 
 
 def validate(model: Any, tree: Tree, sources: Sources) -> Any:
@@ -39,12 +39,13 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"
-    return f"{name}{shown}: {message[0].lower()}{message[1:]}"
+    return f"{name}{shown}: {message[0].lower()}{one_line(message, 600)[1:]}"
 
 
 def named(dotted: str, sources: Sources) -> str:
     """Returns a key with where it was set, for messages."""
-    return f"{dotted} ({sources[dotted]})" if dotted in sources else dotted
+    shown = printable(dotted)[:300]
+    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
 
 
 def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from shoal.errors import UserError, one_line
+from shoal.errors import UserError, one_line, printable
 
 MAX_BYTES, MAX_VALUES, MAX_DEPTH, MAX_INT_DIGITS, MAX_KEY_LENGTH = 1_000_000, 50_000, 50, 100, 200
 """The limits of a config file."""
@@ -157,7 +157,7 @@ def _mark_at(text: str, index: int) -> yaml.Mark:
 
 def _shown(value: object) -> str:
     """Returns a value as text that can be printed on one line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))[:300]
+    return printable(str(value))[:300]
 
 
 def _construct(loader: Any, node: yaml.Node, path: Path, prefix: str, sources: Sources) -> Any:

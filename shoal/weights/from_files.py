@@ -31,9 +31,17 @@ def weight_files(folder: Path, key: str, advice: str) -> list[Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{key}: {index} is damaged; {advice}") from None
     for name in names:
-        if Path(name).name != name or "\0" in name or not (folder / name).is_file():
+        if Path(name).name != name or not _is_file(folder / name):
             raise UserError(f"{key}: {index} names {name!r:.200}, which is not in its folder; {advice}")
     return [folder / name for name in names]
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether a path is a file; also for a name that no file can have, where pathlib may raise."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def sources_of(weights: Weights, file_names: Collection[str]) -> Mapping[str, Source]:
