@@ -37,10 +37,14 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+STORED_DTYPES = frozenset(_DTYPE_NAMES)
 _CHUNK_BYTES = 1 << 24
 
 
