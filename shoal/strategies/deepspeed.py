@@ -19,7 +19,7 @@ from shoal.config.deepspeed_keys import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.sharding.units import check_shardable
-from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_elementwise
+from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_dtypes, check_elementwise
 from shoal.parallel.zero.nvme import SwapFolder, load_operator
 from shoal.parallel.zero.partition import (
     Connection,
@@ -33,6 +33,7 @@ from shoal.parallel.zero.partition import (
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.module_state import check_storable
 from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update, check_optimizer
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
@@ -171,7 +172,9 @@ class ZeroStrategy(DistributedStrategy):
         self._end_engine()
         self.engaged = engaged = Engaged(not_in_force=self._not_in_force())
         # Structure.
+        check_storable(model)
         check_shardable(model)
+        check_dtypes(model, self._stage)
         self._transform(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:

@@ -35,7 +35,7 @@ from shoal.checkpoint.peers import ALL, ALONE
 from shoal.errors import UserError
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
-from shoal.strategies.module_state import share_model
+from shoal.strategies.module_state import check_storable, share_model
 from shoal.strategies.state import (
     check_jsonable,
     check_same_optimizers,
@@ -87,6 +87,7 @@ class Loop:
         """
         strategy, layout = self.strategy, self.strategy.layout
         self._check_wrap(model, builders, methods, exchange)
+        check_storable(model)
         at_step = layout.engine == "ddp" and (exchange == "at_step" or (exchange is None and len(builders) > 1))
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
             self._share_weights(model)  # DDP's engine does so itself

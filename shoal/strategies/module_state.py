@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint.pieces import StoredTensor
+from shoal.checkpoint.pieces import StoredTensor, why_not_storable
 from shoal.errors import UserError
 from shoal.processes.group import cpu_group
-from shoal.tensors import modules_with_extra_state
+from shoal.tensors import modules_with_extra_state, tensors_with_names
 
 _BUCKET_BYTES = 1 << 26
 """What is copied into one message. A larger tensor is a message of its own, and is not copied."""
@@ -34,12 +34,6 @@ class ModuleState:
     def __init__(self, model: nn.Module, groups: Groups):
         expand_memory(model)
         self._modules, self._groups = [*model.named_modules()], groups
-        for name, buffer in self._buffers():
-            if buffer.layout != torch.strided:
-                raise UserError(
-                    f"buffer {name} has the layout {str(buffer.layout).removeprefix('torch.')}, which checkpoints "
-                    "cannot hold; make it dense, or register it with persistent=False"
-                )
         self._kinds = {name: _kind(buffer) for name, buffer in self._buffers()}
         self._stateful = dict(modules_with_extra_state(model))
         for name, module in self._stateful.items():
@@ -119,6 +113,14 @@ class ModuleState:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and key not in module._non_persistent_buffers_set:
                         yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def check_storable(model: nn.Module) -> None:
+    """Refuses tensors that a checkpoint cannot hold, instead of failing when the first one is saved."""
+    for tensor, (name, *_) in tensors_with_names(model):
+        if reason := why_not_storable(tensor):
+            advice = "" if isinstance(tensor, nn.Parameter) else ", or register it with persistent=False"
+            raise UserError(f"{name} {reason}{advice}")
 
 
 def _not_in_json(value: Any, path: str = "") -> str | None:

@@ -22,13 +22,14 @@ from shoal.errors import UserError
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
-from shoal.parallel.sharding.units import check_shardable, choose_units
+from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
+from shoal.strategies.module_state import check_storable
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
@@ -82,6 +83,14 @@ class NativeStrategy(DistributedStrategy):
         self.engaged = engaged = Engaged(not_in_force=dict(layout.not_in_force))
         roots, entry = [model], plan.entry
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
+        check_storable(model)
+        kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
+        fsdp = layout.fsdp
+        wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
+        if layout.is_sharded_family:
+            check_shardable(model)
+        if kind is FSDPEngine:
+            check_units(model, choose_units(model, plan, *wrapped), layout.strategy)
         if layout.precision == "fp8":
             engaged.float8_layers = apply_float8(model, plan)
         if sides["pp"] > 1:
@@ -89,13 +98,9 @@ class NativeStrategy(DistributedStrategy):
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
         self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
         self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
-        kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if layout.is_sharded_family:
-            fsdp = layout.fsdp
-            units = choose_units(model, plan, fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes)
-            check_shardable(model)
-            engine.shard(model, roots, units)
+            engine.shard(model, roots, choose_units(model, plan, *wrapped))
         # Memory, from here on.
         with memory or nullcontext():
             offload = engine.parameter_device if engine.parameter_device != self.device else None

@@ -188,9 +188,9 @@ class ShardedUpdate(Update):
         )
         if self._stages is None:
             return norm
-        square = norm.to(self._norm_device).square()
+        square = norm.to(self._norm_device).square().double()  # other stages may have parameters of other dtypes
         dist.all_reduce(square, group=self._stages)
-        return square.sqrt()
+        return square.to(norm.dtype).sqrt()
 
     def zero_grad(self) -> None:
         drop_gradients(self._parameters())

@@ -15,14 +15,12 @@ from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, o
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable, is_allowed
-from shoal.checkpoint.pieces import why_not_storable
 from shoal.checkpoint.regions import Held
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
-from shoal.tensors import local_part, tensors_with_names
 from shoal.training.optimizers import kept_slots
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
@@ -55,7 +53,6 @@ def restore(
     """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
     strategy, held = session.strategy, session.strategy.held()
-    _check_storable(session)
     folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
@@ -102,14 +99,6 @@ def restore(
     if path := run.config.checkpoint.init_from:
         _take_weights(path, session, base, warn)
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
-
-
-def _check_storable(session: Session) -> None:
-    """Refuses a model with a tensor that no checkpoint can hold, before it is trained."""
-    reasons = {names[0]: why_not_storable(local_part(t)) for t, names in tensors_with_names(session.model)}
-    problems = [f"{name} {reason}" for name, reason in reasons.items() if reason]
-    if session.strategy.any_rank(bool(problems)):  # with a pipeline, ranks have different tensors
-        raise UserError(problems[0] if problems else "another rank has a tensor that cannot be saved")
 
 
 def state_for(run: Run, checkpoint: Checkpoint, held: Mapping[str, Held]) -> TrainState:

@@ -7,7 +7,7 @@ shapes of the parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
 from shoal.config.batch import accumulation
@@ -122,9 +122,9 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 
 def _replicated(case: Case) -> ExpectedWork:
-    """For one device, or for DDP, which broadcasts buffers to keep them equal."""
+    """For one device, or for DDP."""
     one_device = case.layout.world_size == 1
-    return ExpectedWork(1, case.flops, {} if one_device else {ALL_REDUCE: Range.exactly(1), "broadcast": ALLOWED})
+    return ExpectedWork(1, case.flops, {} if one_device else {ALL_REDUCE: Range.exactly(1)})
 
 
 def _sharded(case: Case) -> ExpectedWork:
@@ -182,7 +182,7 @@ def _mesh(case: Case) -> ExpectedWork:
     held = case.held(mesh["dp_shard"] * mesh["cp"], mesh["tp"]) * stage
     in_tp = [ALL_GATHER, REDUCE_SCATTER] if case.layout.sequence_parallel else [ALL_REDUCE]
     required = {"tp": in_tp, "cp": [ALL_TO_ALL], "pp": ["send", "recv"]}
-    collectives = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, "allgather", "broadcast"), ALLOWED)
+    collectives = dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, "allgather"), ALLOWED)
     collectives |= {kind: REQUIRED for side, kinds in required.items() if mesh[side] > 1 for kind in kinds}
     return ExpectedWork(held, flops, collectives)
 
@@ -192,4 +192,8 @@ _BY_STRATEGY = {"single": _replicated, "ddp": _replicated, "fsdp": _sharded, "de
 
 def expected_work(case: Case) -> ExpectedWork:
     """Returns what a layout should cost each rank."""
-    return _BY_STRATEGY[case.layout.strategy](case)
+    work = _BY_STRATEGY[case.layout.strategy](case)
+    if case.layout.world_size > 1:
+        # Persistent buffers are sent before each step.
+        return replace(work, collectives={"broadcast": ALLOWED, **work.collectives})
+    return work

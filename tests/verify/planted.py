@@ -204,6 +204,15 @@ class Normed(Ragged):
         )
 
 
+class Tabled(Ragged):
+    """Has a buffer with more bytes than all parameters together."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("table", torch.zeros(4096))
+        return model
+
+
 class GatherEverything(NativeStrategy):
     """Shards the wrong way: every rank holds a part, gathers all of it, and computes all of the batch."""
 
@@ -222,6 +231,7 @@ class GatherEverything(NativeStrategy):
         engine.wrap(Gathering())
         self._engine = engine
         self._executor = InTurn(engine, Surroundings(self.device, "fp32", 0, (0,), None))
+        self._module_state = self._find_module_state(model)
         self.engaged = Engaged(parameter_bytes=sum(local_part(p).nbytes for p in model.parameters()))
         return [build(model) for build in builders]
 

@@ -25,6 +25,12 @@ def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+def test_a_large_buffer_is_no_extra_work(pool2: Pool) -> None:
+    """All layouts send persistent buffers before each step."""
+    for verdict in prove(ragged("Tabled", global_batch_size=8), 2, ["ddp", "fsdp", "zero_1"], runner=runner_on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
 @with_adamw
 def test_replicas_of_shards_equal_one_device(pool4: Pool, adamw: bool) -> None:
     run = ragged(global_batch_size=13, gradient_accumulation=3)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+import torch
 from torch import nn
 
 from shoal.errors import UserError
 from shoal.types import ParallelPlan
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
+SENT_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""The dtypes that both gloo and NCCL gather as they are. A unit of several dtypes is gathered as bytes."""
 
 
 def choose_units(
@@ -53,6 +58,46 @@ def check_shardable(model: nn.Module) -> None:
                 f"parameter {name} is a single number, which sharding cannot cut; give it the shape [1], or use "
                 "strategy ddp"
             )
+
+
+def check_units(model: nn.Module, units: Sequence[str], strategy: str) -> None:
+    """Refuses what fully_shard cannot gather, or would reduce to something else, before it fails in a step.
+
+    It puts the parameters of a unit into one flat tensor, and the gradients of those that are trained into another.
+    """
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise UserError(
+                f"parameter {name} of shape {[*parameter.shape]} has no elements, which strategy {strategy} cannot "
+                "shard; remove it, or use strategy ddp"
+            )
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name} is {_say(parameter.dtype)}, and strategy {strategy} sums gradients as real numbers; "
+                "store its real and imaginary parts (torch.view_as_real), or use strategy ddp"
+            )
+        unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+        members.setdefault(unit, []).append((name, parameter))
+    for inside in members.values():
+        dtypes, (name, first) = {parameter.dtype for _, parameter in inside}, inside[0]
+        if dtypes == {first.dtype} and first.dtype not in SENT_DTYPES:
+            raise UserError(
+                f"parameter {name} is {_say(first.dtype)}, which strategy {strategy} cannot gather; make it a buffer, "
+                "or use strategy ddp"
+            )
+        trained = [(name, parameter) for name, parameter in inside if parameter.requires_grad]
+        for name, parameter in trained:
+            if parameter.dtype != trained[0][1].dtype:
+                raise UserError(
+                    f"parameter {name} is {_say(parameter.dtype)} and {trained[0][0]} is {_say(trained[0][1].dtype)}, "
+                    f"and strategy {strategy} gathers both in one unit, whose trained parameters need one dtype; "
+                    "convert one of them, or use strategy ddp"
+                )
+
+
+def _say(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:

@@ -5,14 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import ELEMENTWISE, is_elementwise
+from shoal.parallel.sharding.units import SENT_DTYPES
 from shoal.parallel.zero.partition import is_here
 from shoal.types import Objective, TrainState
+
+
+def check_dtypes(model: nn.Module, stage: int) -> None:
+    """Refuses parameters that DeepSpeed would train in another dtype than their own, or cannot gather."""
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise UserError(
+                f"parameter {name} is {dtype}, and strategy deepspeed trains everything as float32; convert it "
+                f"(model.float(), with mixed_precision to compute in less), or use strategy ddp"
+            )
+        if stage == 3 and not parameter.numel():
+            raise UserError(
+                f"parameter {name} of shape {[*parameter.shape]} has no elements, which strategy deepspeed with "
+                "zero_stage 3 cannot partition; remove it, or use zero_stage 2"
+            )
+        if stage == 3 and parameter.dtype not in SENT_DTYPES | {torch.bool}:
+            raise UserError(
+                f"parameter {name} is {dtype}, which strategy deepspeed with zero_stage 3 cannot gather; make it a "
+                "buffer, or use zero_stage 2"
+            )
 
 
 def check_elementwise(optimizer: Optimizer) -> None:

@@ -40,14 +40,21 @@ class FSDPEngine(PlainEngine):
         # Without a type of its own every parameter is gathered in the type it has: a frozen bf16 base in bf16.
         gathers_as_stored = fsdp.param_dtype is None and self.layout.precision != "pure_bf16"
         param_dtype = None if gathers_as_stored else DTYPES[self.layout.param_dtype]
-        dtypes = param_dtype, DTYPES[fsdp.reduce_dtype or "fp32"]
+
+        def dtypes(module: nn.Module) -> tuple[torch.dtype | None, torch.dtype]:
+            is_double = any(p.dtype == torch.float64 for p in module.parameters())
+            default = torch.float64 if is_double else torch.float32
+            return param_dtype, DTYPES[fsdp.reduce_dtype] if fsdp.reduce_dtype else default
+
         for name in reversed(units):  # children before parents
-            policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
-            fully_shard(model.get_submodule(name), mp_policy=policy, **options)
+            unit = model.get_submodule(name)
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(*dtypes(unit), cast_forward_inputs=False), **options)
         # Only the model's own inputs are cast, and only if autocast does not see to types.
-        policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=self.layout.precision == "pure_bf16")
+        casts_inputs = self.layout.precision == "pure_bf16"
         for root in roots:
-            fully_shard(root, mp_policy=policy, **options)
+            fully_shard(
+                root, mp_policy=MixedPrecisionPolicy(*dtypes(root), cast_forward_inputs=casts_inputs), **options
+            )
         modules = {id(module): module for root in (model, *roots) for module in root.modules()}
         self._sharded = [module for module in modules.values() if isinstance(module, FSDPModule)]
         for root in roots if fsdp.forward_prefetch else ():
