@@ -83,6 +83,9 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
             for worker in workers:
                 worker.kill()
                 worker.join()
+            # The traceback of an error keeps this frame. A process that is forked later would wait forever if it had
+            # to close the board for Python's garbage collector: the board's thread is not in a forked process.
+            del board
 
 
 def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -93,3 +93,25 @@ def test_the_processes_of_a_function_end_with_their_parent_also_when_they_are_st
         for pid in pids:
             if state(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+FAILS = f"""
+import os, socket, sys
+sys.path.insert(0, {str(Path(shoal.__file__).parent.parent)!r})
+from shoal.launch.spawn import run_function
+
+def fail():
+    raise ValueError(os.environ["MASTER_PORT"])
+
+try:
+    run_function(fail, (), 1, "fork")
+except ValueError as error:
+    with socket.socket() as probe:
+        print(probe.connect_ex(("127.0.0.1", int(str(error)))) != 0)
+"""
+
+
+def test_an_error_of_a_function_does_not_keep_the_board_open() -> None:
+    """The next launch in the same process may fork, and a forked process cannot close the board of its parent."""
+    result = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert result.stdout == "True\n", result.stderr
