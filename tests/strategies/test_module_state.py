@@ -421,3 +421,17 @@ def test_extra_state_that_a_checkpoint_cannot_hold_is_refused() -> None:
     assert message.startswith("act.1._extra_state: get_extra_state of InTuple returns a tuple at [0] at ['all'], which")
     message = refusal_of(InJson, OneWay)
     assert message.startswith("late._extra_state: OneWay defines get_extra_state and not set_extra_state")
+
+
+def test_buffers_of_all_types_are_saved(tmp_path: Path) -> None:
+    with make("single") as strategy:
+        model, optimizer = strategy.prepare(build(ManyTypes), adamw, PLAN, BUILT)
+        for buffer in model.buffers():
+            buffer.fill_(1)
+        write_checkpoint(tmp_path / "saved", strategy.state(model, optimizer), {}, {})
+        for buffer in model.buffers():
+            buffer.zero_()
+        checkpoint = open_checkpoint(tmp_path / "saved")
+        strategy.load_state(model, optimizer, checkpoint.checked_state(strategy.held()))
+        sums = [float(buffer.to(torch.complex64).real.sum()) for buffer in model.buffers()]
+        assert sums == [1.0] * len(DTYPES) + [6.0, 4.0, 0.0]
