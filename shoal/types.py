@@ -118,7 +118,7 @@ class TrainState:
     optimizer: dict[str, dict[str, Tensor]]
     """The optimizer's tensors by parameter name, then by slot, such as `exp_avg`."""
     strategy: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the strategy, such as the loss scale of fp16."""
+    """Tensors besides those: the loss scale of fp16, and the extra state of modules."""
 
 
 class Objective(Protocol):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +43,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero_3": (DeepSpeedStrategy, {"stage": 3, "stage3_param_persistence_threshold": 0}),
 }
 """Strategies by a name, with their options."""
+_needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+ZERO_1, ZERO_3 = (pytest.param(kind, marks=_needs_deepspeed) for kind in ("zero_1", "zero_3"))
 
 
 def make(kind: str, **options: Any) -> DistributedStrategy:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from strategies.nets import PLAN, Net, Points, adamw, make, micro_batch, rows, squares, whole
+from strategies.nets import PLAN, ZERO_1, ZERO_3, Net, Points, adamw, make, micro_batch, rows, squares, whole
 from torch import Tensor, nn
 
 from shoal.checkpoint import open_checkpoint, write_checkpoint
@@ -17,7 +17,7 @@ from shoal.strategies import DistributedStrategy, Loop
 from shoal.types import MicroBatch, Weights
 
 BUILT = Weights("built")
-LAYOUTS = ["ddp", "fsdp", "fsdp_no_shard", "zero_1", "zero_3"]
+LAYOUTS = ["ddp", "fsdp", "fsdp_no_shard", ZERO_1, ZERO_3]
 STEPS = 6
 
 
@@ -224,7 +224,7 @@ def growing_piped() -> tuple[dict[str, Tensor], list[str]]:
         return whole(strategy.state(model, optimizer).model), []
 
 
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", "zero_1"])
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", ZERO_1])
 def test_a_persistent_buffer_from_a_forward_is_refused(pool2: Pool, kind: str) -> None:
     words = "buffer rotate.table was absent before the first step and is [4, 1] float32 now"
     found = [refused(kind)] if kind == "single" else pool2.run(refused, kind, init=False)
@@ -281,7 +281,7 @@ def many_types(kind: str, by_hand: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero_1"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", ZERO_1])
 def test_buffers_of_all_types_are_sent(pool2: Pool, kind: str, by_hand: bool) -> None:
     spread = 0.0 if by_hand else 4.0
     assert pool2.run(many_types, kind, by_hand, init=False) == [[1.0] * len(DTYPES) + [6.0, spread, 0.0]] * 2
@@ -392,7 +392,7 @@ def count_rows(kind: str, folder: Path | None = None, resume: Path | None = None
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", "zero_1", "zero_3", "pp"])
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", ZERO_1, ZERO_3, "pp"])
 def test_extra_state_is_saved_and_comes_back(tmp_path: Path, pool2: Pool, kind: str, by_hand: bool) -> None:
     if kind == "pp" and by_hand:
         pytest.skip("a loop of one's own has no pipeline")
@@ -421,3 +421,17 @@ def test_extra_state_that_a_checkpoint_cannot_hold_is_refused() -> None:
     assert message.startswith("act.1._extra_state: get_extra_state of InTuple returns a tuple at [0] at ['all'], which")
     message = refusal_of(InJson, OneWay)
     assert message.startswith("late._extra_state: OneWay defines get_extra_state and not set_extra_state")
+
+
+def test_buffers_of_all_types_are_saved(tmp_path: Path) -> None:
+    with make("single") as strategy:
+        model, optimizer = strategy.prepare(build(ManyTypes), adamw, PLAN, BUILT)
+        for buffer in model.buffers():
+            buffer.fill_(1)
+        write_checkpoint(tmp_path / "saved", strategy.state(model, optimizer), {}, {})
+        for buffer in model.buffers():
+            buffer.zero_()
+        checkpoint = open_checkpoint(tmp_path / "saved")
+        strategy.load_state(model, optimizer, checkpoint.checked_state(strategy.held()))
+        sums = [float(buffer.to(torch.complex64).real.sum()) for buffer in model.buffers()]
+        assert sums == [1.0] * len(DTYPES) + [6.0, 4.0, 0.0]

@@ -77,6 +77,11 @@ def check_units(model: nn.Module, units: Sequence[str], strategy: str) -> None:
                 f"parameter {name} is {_say(parameter.dtype)}, and strategy {strategy} sums gradients as real numbers; "
                 "store its real and imaginary parts (torch.view_as_real), or use strategy ddp"
             )
+        if torch.__version__ < "2.13" and not parameter.is_floating_point():  # fully_shard makes it require a gradient
+            raise UserError(
+                f"parameter {name} is {_say(parameter.dtype)}, which strategy {strategy} cannot shard with torch "
+                f"{torch.__version__}; make it a buffer, or use torch 2.13 or strategy ddp"
+            )
         unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
         members.setdefault(unit, []).append((name, parameter))
     for inside in members.values():
