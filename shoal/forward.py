@@ -7,8 +7,9 @@ fully_shard gathers weights, stay outside of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -34,17 +35,26 @@ def add_layer(module: nn.Module, layer: Layer) -> None:
     module.forward = forward
 
 
-def compile_forward(module: nn.Module) -> None:
-    """Compiles the module's forward with all its layers. torch keeps graphs by code, so like blocks share one.
+def compile_forwards(modules: Sequence[nn.Module]) -> None:
+    """Compiles the forwards of modules, with all their layers. Those of one class share their graphs.
+
+    torch keeps graphs by code object, at most eight for each. All layers have the same code, so that other classes and
+    other models in the process would use up the eight; so each class gets a copy of the code, anew at each call.
 
     Views of parameters are made before the graph begins: torch captures no graph of a recomputed block that writes
     attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward.
     """
-    module.forward = torch.compile(module.forward)
-    viewed = [member for member in module.modules() if _VIEWS in vars(member)]
-    if viewed:
-        module.register_forward_pre_hook(lambda *_: _make_views(viewed))
-        module.register_forward_hook(lambda *_: _drop_views(viewed), always_call=True)
+    codes: dict[type[nn.Module], CodeType] = {}
+    for module in modules:
+        forward = module.forward
+        if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
+            code = codes.setdefault(type(module), forward.__code__.replace())
+            forward = wraps(forward)(FunctionType(code, forward.__globals__, closure=forward.__closure__))
+        module.forward = torch.compile(forward)
+        viewed = [member for member in module.modules() if _VIEWS in vars(member)]
+        if viewed:
+            module.register_forward_pre_hook(lambda *_, viewed=viewed: _make_views(viewed))
+            module.register_forward_hook(lambda *_, viewed=viewed: _drop_views(viewed), always_call=True)
 
 
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:

@@ -81,7 +81,8 @@ class Report:
             recomputed = " Recomputed modules are compiled as a whole or not at all." if compiled.eager_calls else ""
             raise UserError(
                 f"training.compile = true, but in the first step the model's blocks ran without being compiled{why}; "
-                f"TORCH_LOGS=graph_breaks shows where; change the model, or set training.compile = false.{recomputed}"
+                "TORCH_LOGS=graph_breaks,recompiles shows where; change the model, or set training.compile = "
+                f"false.{recomputed}"
             )
 
     def __str__(self) -> str:

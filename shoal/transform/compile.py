@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.forward import add_layer, compile_forward
+from shoal.forward import add_layer, compile_forwards
 from shoal.types import ParallelPlan
 
 
@@ -28,8 +28,7 @@ class CompiledModules:
 
     def compile(self) -> None:
         """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside."""
-        for module in self.modules:
-            compile_forward(module)
+        compile_forwards(self.modules)
 
     def _count_eager_calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema import ActivationCheckpointingConfig
-from shoal.forward import add_layer, compile_forward, view_parameters
+from shoal.forward import add_layer, compile_forwards, view_parameters
 from shoal.torch_private import compile_counts
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
+from shoal.transform.compile import CompiledModules
 from shoal.types import ParallelPlan
 
 
@@ -181,8 +182,7 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
     names = [*model.state_dict()]
     plan = ParallelPlan(blocks=tuple(map(str, range(12))))
     apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode=mode))
-    for block in model:
-        compile_forward(block)
+    compile_forwards([*model])
     graphs, breaks = compile_counts().graphs, counters["graph_break"].total()
     for _ in range(2):
         model.zero_grad()
@@ -192,3 +192,17 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(value, wanted)
     assert [*model.state_dict()] == names
     assert isinstance(model[0].up.weight, nn.Parameter)
+
+
+def test_the_tenth_model_in_a_process_is_still_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps eight graphs for one code object, and the code of all layers is the same."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="eager"))
+    torch.compiler.reset()
+    graphs = compile_counts().graphs
+    for number in range(10):
+        compiled = CompiledModules(nn.Linear(2, number + 1), ParallelPlan())
+        compiled.compile()
+        compiled.modules[0](torch.ones(1, 2))
+        assert compiled.eager_calls == 0
+    assert compile_counts().graphs - graphs == 10

@@ -304,13 +304,13 @@ def _with_scaled_gradients(step: Any) -> Any:
 
 def _seed_with(rng_key: Any) -> Any:
     """Seeds generators with another key than the rank's own."""
-    seed_generators = Surroundings.seed_generators
+    enter = Surroundings.enter
 
-    def seed(self: Surroundings, *place: int | str) -> None:
+    def enter_with_key(self: Surroundings, *args: Any) -> Any:
         self._rng_key = rng_key()
-        seed_generators(self, *place)
+        return enter(self, *args)
 
-    return patch.object(Surroundings, "seed_generators", seed)
+    return patch.object(Surroundings, "enter", enter_with_key)
 
 
 def _norm_of_own_stage(norm: Any) -> Any:
