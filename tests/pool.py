@@ -9,7 +9,8 @@
         assert pool2.run(mean_rank, 10) == [5, 5]
 
 Every run has a process group of its own and the caller's environment, folder and `sys.path`. If a rank raises, hangs or
-dies, that run raises `WorkerFailure`, and the next run starts new workers.
+dies, that run raises `WorkerFailure`, and the next run starts new workers; so it does if earlier runs left many threads
+behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -46,6 +48,8 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 300  # long enough that a run does not time out on a busy machine
 GRACE_SECONDS = 1.0  # the time that other ranks have to report their errors after a first one
 STACK_SECONDS = 30  # the time that all ranks have to write their stacks
+MAX_THREADS = 100  # above this, workers are replaced
+"""DeepSpeed's engines are never freed, nor are their process groups, whose threads poll a hundred times a second."""
 TAIL_CHARACTERS = 4000  # how much of each worker's output a failure shows
 STACK_SIGNAL = signal.SIGPROF  # unlike SIGUSR1 and SIGTERM, nothing under test handles it
 POOL_FRAMES = re.compile(
@@ -180,10 +184,12 @@ class Pool:
             results = self._replies(timeout)
             # Workers are reset after all have returned: a rank that left early would break the collective of another.
             self._send(None)
-            self._replies(timeout)
+            threads = [pickle.loads(count) for count in self._replies(timeout)]
         except BaseException:  # a failure, Ctrl-C or pytest's timeout: other ranks may wait in a collective for ever
             self.close()
             raise
+        if max(threads) > MAX_THREADS:
+            self.close()
         return [pickle.loads(result) for result in results]
 
     def close(self) -> None:
@@ -325,8 +331,16 @@ def _execute(call: Call, rank: int, size: int, store: dist.Store) -> bytes:
     return pickle.dumps(function(*args, **kwargs))
 
 
+def num_threads() -> int:
+    """Returns the number of this process's threads, those of libraries among them; 0 where Linux does not say."""
+    return len([*Path("/proc/self/task").glob("*")])
+
+
 def _reset(scratch: Path | None) -> bytes:
-    """Resets the state of this process that a run may have changed, so that the next run starts as in a new process."""
+    """Resets the state of this process that a run may have changed, so that the next run starts as in a new process.
+
+    Returns the number of its threads, pickled.
+    """
     from torch.distributed.tensor import debug  # slow to import, and only workers need it
 
     if dist.is_initialized():
@@ -349,4 +363,5 @@ def _reset(scratch: Path | None) -> bytes:
             if (getattr(module, "__file__", None) or "").startswith(prefix):
                 del sys.modules[name]
     keep_imports_frozen()
-    return b""
+    gc.collect()  # models and process groups, whose threads would go on polling
+    return pickle.dumps(num_threads())

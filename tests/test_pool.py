@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,11 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import PATIENCE_SECONDS, Pool, WorkerFailure
+from pool import MAX_THREADS, PATIENCE_SECONDS, Pool, WorkerFailure, num_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -284,3 +286,32 @@ def test_no_worker_outlives_the_caller(tmp_path, end):
             caller.kill()
         assert caller.wait(PATIENCE_SECONDS) == (-signal.SIGKILL if end == "kill" else 0)
     assert gone(pids)
+
+
+def leave_a_group() -> None:
+    """Leaves a process group behind that only the garbage collector can free, as a training does that froze it."""
+    cycle: list[Any] = [dist.new_group()]
+    cycle.append(cycle)
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze()
+
+
+def test_process_groups_of_earlier_runs_are_freed(pool2):
+    before = pool2.run(num_threads, init=False)
+    for _ in range(3):
+        pool2.run(leave_a_group)
+    assert pool2.run(num_threads, init=False) == before
+
+
+def keep_threads(number: int) -> int:
+    for _ in range(number):
+        threading.Thread(target=time.sleep, args=[1000], daemon=True).start()
+    return os.getpid()
+
+
+def test_workers_with_too_many_threads_are_replaced():
+    with Pool(1) as pool:
+        first, *_ = pool.run(keep_threads, 1)
+        assert pool.run(keep_threads, MAX_THREADS) == [first]
+        assert pool.run(os.getpid) != [first]
