@@ -5,7 +5,7 @@ torch has no fused kernels for complex parameters; a model that has some gets an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shoal.errors import UserError
 
 
 def build_optimizer(training: TrainingConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    fused = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+    fused = not any(parameter.is_complex() for _, parameter in _members(groups))
     common: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "fused": fused}
     chosen = training.optimizer
     if isinstance(chosen, SGD):
@@ -38,21 +38,29 @@ def freeze_ungrouped(model: nn.Module, groups: Iterable[Any]) -> list[str]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        members = group["params"] if isinstance(group, dict) else group
-        for member in [members] if isinstance(members, Tensor) else members:
-            parameter = member[1] if isinstance(member, tuple) else member  # torch also takes (name, parameter)
-            if (other := group_of.get(id(parameter))) is not None:
-                where = f"groups {other} and {number}" if other != number else f"group {number} twice"
-                raise UserError(
-                    f"the recipe's param_groups: {names.get(id(parameter), 'a parameter')} is in {where} and would be "
-                    "updated twice; put it into one group, once"
-                )
-            group_of[id(parameter)] = number
+    for number, parameter in _members(groups):
+        if (other := group_of.get(id(parameter))) is not None:
+            where = f"groups {other} and {number}" if other != number else f"group {number} twice"
+            raise UserError(
+                f"the recipe's param_groups: {names.get(id(parameter), 'a parameter')} is in {where} and would be "
+                "updated twice; put it into one group, once"
+            )
+        group_of[id(parameter)] = number
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in group_of]
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
+
+
+def _members(groups: Iterable[Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yields each parameter with the number of its group.
+
+    As torch's optimizers do, it takes parameters without groups, and (name, parameter) for a parameter.
+    """
+    for number, group in enumerate(groups):
+        members = group["params"] if isinstance(group, dict) else group
+        for member in [members] if isinstance(members, Tensor) else members:
+            yield number, member[1] if isinstance(member, tuple) else member
 
 
 def kept_slots(training: TrainingConfig) -> set[str]:
