@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 # What a DTensor's constructor takes; see as_shard.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# What fully_shard makes of a dimension that was cut before; see shape_and_offset.
+# What fully_shard makes of a dimension that was split before; see shape_and_offset.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # The bases of all batch norms and of all dropouts, each kind by one name.
@@ -85,8 +85,8 @@ def storage_key(tensor: Tensor) -> int:
 def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of this rank's part, and its offset in the whole tensor.
 
-    Where FSDP shards what tensor parallelism has cut along the same dimension, its placement is a strided one: the cut
-    comes first, although its side of the mesh is the inner one.
+    Where FSDP shards what tensor parallelism has split along the same dimension, its placement is a strided one: the
+    split comes first, although its dimension of the mesh is the inner one.
     """
     shape, offset = [*tensor.shape], [0] * tensor.ndim
     sides = [side for side in enumerate(tensor.placements) if not side[1].is_replicate()]

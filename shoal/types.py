@@ -59,7 +59,7 @@ class MicroBatch:
     """The index of each sample in the dataset."""
     weight: int = 1
     """1, or 0 for a filler: all ranks run the same number of micro-batches, so a rank that runs out of samples repeats
-    some, and their loss and count are multiplied by 0."""
+    some, whose loss, count and gradient are left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,8 +259,8 @@ def test_two_processes_that_share_every_layer_train_as_one(pool2, capsys, tmp_pa
         assert Path(f"{log}.1").read_text() == ""
         return dict(step.findall(Path(f"{log}.0").read_text()))
 
-    def numbers(told: dict[str, str]) -> dict[str, Any]:
-        return {step: pytest.approx(float(loss), abs=2e-5) for step, loss in told.items()}
+    def numbers(result: dict[str, str]) -> dict[str, Any]:
+        return {step: pytest.approx(float(loss), abs=2e-5) for step, loss in result.items()}
 
     whole = alone("--steps", "30", "--output_dir", str(tmp_path / "a"))
     assert list(whole) == ["10", "20", "30"]

@@ -69,7 +69,10 @@ def weights_for_model(
     for first, *others in filter(None, stored_names.values()):
         for name in others:
             if not torch.equal(_read(tensors[name]), _read(tensors[first])):
-                raise UserError(f"{KEY} = {path!r}: {first} and {name} differ, but are one tensor in this model")
+                raise UserError(
+                    f"{KEY} = {path!r}: {first} and {name} are tied in this model, but have different values in the "
+                    "file; untie them in the model, or remove one from the file"
+                )
     if base_tensors and not (base and base.contains(base_tensors)):
         warn(
             f"{KEY} = {path!r} is an adapter for frozen weights in {', '.join(base_files(base_tensors))}, which this "

@@ -192,7 +192,7 @@ def _fsdp_sides(sharding: str, wanted: Mapping[str, int] | None, size: int, loca
 
 
 def _engine(strategy: str, fsdp: FSDPConfig, precision: str, sides: Mapping[str, int]) -> Engine:
-    """On one data-parallel rank fully_shard would copy every parameter in every step to gather nothing."""
+    """Chooses the engine. With one data-parallel rank it is plain, because fully_shard would only add copies."""
     if strategy == "deepspeed":
         return "deepspeed"
     ranks = prod(sides.get(side, 1) for side in ("dp_replicate", "dp_shard", "cp"))

@@ -48,9 +48,9 @@ class FSDPConfig(Section):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     param_dtype: FloatType | None = None
-    """The type in which parameters are gathered. Default: bf16 for `pure_bf16`, else fp32."""
+    """The type in which parameters are gathered. Default: bf16 for `pure_bf16`, else the type that they have."""
     reduce_dtype: FloatType | None = None
-    """The type in which gradients are summed over ranks. Default: fp32."""
+    """The type in which gradients are summed over ranks. Default: the type of the parameters, usually fp32."""
     buffer_dtype: FloatType | None = None
     """The type of floating-point buffers. Default: as the model made them."""
     reduce_every_micro_batch: bool = False
@@ -199,7 +199,7 @@ class MeshConfig(Section):
 
 class TensorConfig(Section):
     sequence_parallel: bool = False
-    """Also split the tokens over the tensor-parallel ranks between the layers that are cut: less memory for the same
+    """Also split the tokens over the tensor-parallel ranks between the layers that are split: less memory for the same
     amount of communication."""
 
 
@@ -238,7 +238,7 @@ class DistributedConfig(Section):
     """The backend of collectives. `auto`: NCCL on GPUs, gloo on CPUs. Ranks that share a GPU need `gloo`."""
     timeout: Seconds = 600.0
     """Seconds after which a rank that makes no progress counts as hung: the run names it and restarts. Must be longer
-    than the slowest evaluation sample, save or compilation of a rank."""
+    than the slowest micro-batch of an evaluation, save or compilation of a rank."""
     init_timeout: Seconds = 1800.0
     """The same until all ranks have finished their first step, because models are loaded and compiled first."""
     desync_steps: Positive | None = 100

@@ -1,1 +1,1 @@
-"""How a model is cut: sharding, tensor, context and pipeline parallelism, and DeepSpeed's ZeRO."""
+"""How a model is split: sharding, tensor, context and pipeline parallelism, and DeepSpeed's ZeRO."""

@@ -88,8 +88,8 @@ class Recipe:
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
             return labels
         raise UserError(
-            f"recipe {type(self).__name__}: a batch has no tensor `labels`, which training.loss_chunks and a head cut "
-            "by tensor parallelism need; add it, or override labels(self, batch) -> Tensor"
+            f"recipe {type(self).__name__}: a batch has no tensor `labels`, which training.loss_chunks and a head "
+            "split by tensor parallelism need; add it, or override labels(self, batch) -> Tensor"
         )
 
     def sequence_length(self, batch: Any) -> int:

@@ -41,7 +41,7 @@ from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, 
 
 DRAWN = Weights("init")
 Builder = Callable[[nn.Module], Optimizer]
-"""Builds an optimizer of a model that has been cut and has its weights."""
+"""Builds an optimizer of a model that has been split and has its weights."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class DistributedStrategy(ABC):
         weights: Weights = DRAWN,
         memory: AbstractContextManager[Any] | None = None,
     ) -> tuple[nn.Module, Optimizer]:
-        """Cuts the model as the layout says, gives it its weights, and builds the optimizer of what this rank holds.
+        """Splits the model as the layout says, sets its weights, and builds the optimizer of what this rank holds.
 
         `memory` is entered where memory is first needed: a planner passes FakeTensorMode.
         """
@@ -189,11 +189,11 @@ class DistributedStrategy(ABC):
         reduction: Reduction,
         memory: AbstractContextManager[Any] | None = None,
     ) -> list[Optimizer]:
-        """Does the work of `prepare`, for any number of optimizers and either meaning of gradients."""
+        """Does the work of `prepare` for any number of optimizers; `reduction` says how ranks combine gradients."""
 
     @abstractmethod
     def _update_for(self, optimizer: Optimizer, model: nn.Module) -> Update:
-        """Returns what steps an optimizer of a model that has been placed."""
+        """Returns the Update of an optimizer; the model has been prepared before."""
 
     def forward_backward(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
@@ -313,7 +313,8 @@ class DistributedStrategy(ABC):
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Adds up the values of the micro-batches that are not fillers."""
         counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
-        first, *others = counted or [0 * values[0]]
+        like = values[0]
+        first, *others = counted or [torch.zeros_like(like) if isinstance(like, Tensor) else 0]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
 

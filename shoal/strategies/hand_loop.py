@@ -11,7 +11,7 @@
             loop.step(max_norm=1.0)
 
 Gradients become the mean over ranks. The optimizer comes as a function that builds it, because it has to hold what this
-rank holds once the model is cut. Except with DeepSpeed, one that is built from the model after `wrap` works, too.
+rank holds once the model is split. Except with DeepSpeed, one that is built from the model after `wrap` works, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All layouts of torch's own parts, on one mesh: an engine, an update, an executor, and the regions that ranks share.
+"""The strategy of everything except DeepSpeed: DDP, FSDP2, and tensor, context and pipeline parallelism on one mesh.
 
 `_place_model` lists what is done to a model, in the order in which it has to be done.
 """
@@ -170,7 +170,7 @@ class NativeStrategy(DistributedStrategy):
                 words.append(f"{self._pipeline.num_stages} stages, {layout.schedule}")
             if tensor is not None:
                 sequence = ", tokens between them too" if layout.sequence_parallel else ""
-                words.append(f"{len(tensor.cut_parameters)} parameters cut by tp{sequence}")
+                words.append(f"{len(tensor.split_parameters)} parameters split by tp{sequence}")
             return "; ".join(words)
         if layout.strategy == "fsdp" and layout.engine == "plain":
             return f"fsdp {layout.fsdp.sharding_strategy}, one process and so nothing to shard"

@@ -31,7 +31,7 @@ class Update:
     """Steps an optimizer whose parameters are plain tensors that this rank holds whole."""
 
     steps_otherwise = False
-    """True if a plain `optimizer.step()` would always step other gradients than `step` does."""
+    """True if a direct `optimizer.step()` needs a hook to use the right gradients."""
 
     def __init__(
         self,
@@ -149,12 +149,12 @@ class ShardedUpdate(Update):
         norm_device: torch.device | None = None,
     ):
         """`stages` are the ranks of a pipeline, which have other parameters and add up their norms."""
-        cut = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
-        if cut and not is_elementwise(optimizer):
+        split = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
+        if split and not is_elementwise(optimizer):
             raise UserError(
-                f"{type(optimizer).__name__} looks at whole tensors, but this layout cuts parameters and would update "
-                f"each part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, or "
-                "strategy ddp"
+                f"{type(optimizer).__name__} looks at whole tensors, but this layout splits parameters and would "
+                f"update each part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, "
+                "or strategy ddp"
             )
         hold_shards(optimizer)
         super().__init__(optimizer, loss_scale)
@@ -179,7 +179,7 @@ class ShardedUpdate(Update):
         if self._max_over_data(used) != -self._max_over_data(-used):
             raise UserError(
                 "ranks used different parameters in the same step, and FSDP would add their gradients to each other; "
-                "let every rank use all of them, for instance by adding what is left out times 0"
+                "let every rank use all of them, for instance by adding `0 * unused_output.sum()` to the loss"
             )
 
     def norm(self, gradients: list[Tensor]) -> Tensor:

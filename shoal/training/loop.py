@@ -131,14 +131,15 @@ class Shell:
         return False
 
     def owes_evaluation(self) -> bool:
-        """Returns whether a signal came before the run that saved the first step could evaluate it."""
+        """Returns whether the checkpoint that this run resumed from was due for an evaluation that never ran."""
         due = self._due(self.config.training.eval_steps) or self.step >= self.total_steps
         return due and 0 < self.step == self.first_step and not self.checkpoints.progress.evaluated
 
     def agree_to_stop(self) -> bool:
         """Returns whether any rank was asked to stop, which all of them then do after the same step.
 
-        A rank's flag may be set at any moment, and its clock is its own. One number tells both: who stops saves too.
+        Ranks get signals at different moments, and their clocks differ. The number is 2 × signal + (a save is due), so
+        that one exchange decides both; a run that stops always saves.
         """
         self.watchdog.at("agreeing whether to stop", self.step)
         agreed = self.strategy.max_over_ranks(2 * self.stop.signal + self.checkpoints.is_late())
@@ -154,7 +155,7 @@ class Shell:
             check_samples(micro_batches if self.strategy.is_data_leader else (), self.loaders.train.last_step())
 
     def log(self, body: Body, micro_batches: Sequence[MicroBatch]) -> None:
-        """Reads the device: the one place where a step waits for it."""
+        """Reads the numbers of the last steps from the device, for which the host waits."""
         self.watchdog.at("reading metrics", self.step)
         metrics = {**self.observers.meter.read(self.loaders.train), **body.log()}
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)

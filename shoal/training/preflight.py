@@ -32,12 +32,12 @@ def check_world(run: Run, world: World) -> None:
     launch = run.config.launch
     if "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
         raise UserError(
-            f"launch.procs_per_node = {launch.procs_per_node}, but this machine runs {world.local_size}: start them by "
-            "`shoal train`, leave the key out or make them agree"
+            f"launch.procs_per_node = {launch.procs_per_node}, but {world.local_size} processes were started on this "
+            f"machine; remove the key or set it to {world.local_size}"
         )
     nodes = world.size // world.local_size
     if "launch.nodes" in run.sources and launch.nodes != nodes:
-        raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; leave the key out or make them agree")
+        raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; remove the key or set it to {nodes}")
 
 
 @contextmanager

@@ -159,7 +159,9 @@ def _check_position(checkpoint: Checkpoint) -> None:
     except (LookupError, TypeError, ValueError):
         right = False
     if not right:
-        raise DamagedCheckpoint(f"{checkpoint.folder}: it does not say where in which run it was made")
+        raise DamagedCheckpoint(
+            f"{checkpoint.folder}: its manifest or trainer.json lacks a valid step, position or batch size"
+        )
 
 
 def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:

@@ -68,7 +68,7 @@ def assemble(
 ) -> Session:
     """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
 
-    `weights` replace the recipe's own; `edit` may change the model before it is cut.
+    `weights` replace the recipe's own; `edit` may change the model before it is split.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     if edit is not None:

@@ -25,7 +25,8 @@ class Stopped(SystemExit):
 class StopFlag:
     """A flag that the first SIGINT, SIGTERM or SIGUSR1 sets; a later one has its usual effect.
 
-    One within a second is the same wish: launchers, terminals and the kernel pass on what others pass on too.
+    A second signal within one second is ignored as a duplicate: launchers, terminals and the kernel may each pass on
+    the same one.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +39,7 @@ class StopFlag:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside of it, a signal raises Stopped at once, as Ctrl-C does in any Python program. So does one before."""
+        """In this context a signal raises Stopped at once; one that was received before raises it on entry."""
         self._ends_at_once = True
         try:
             if self.signal:

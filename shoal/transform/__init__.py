@@ -1,1 +1,1 @@
-"""What is done to a model before it is cut: precision, recomputation, compilation, the chunked loss."""
+"""What is done to a model whatever its layout: precision, recomputation, compilation, the chunked loss."""

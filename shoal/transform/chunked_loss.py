@@ -44,14 +44,14 @@ class ChunkedHead:
                 f"{self.advice}, or name the head in the recipe's parallel_plan"
             )
         if tensor is not None:  # also with one chunk
-            self.cause = f"distributed.mesh.tp = {tensor.size} cuts the head {plan.head!r}, which then gives the loss"
+            self.cause = f"distributed.mesh.tp = {tensor.size} splits the head {plan.head!r}, which then gives the loss"
             self.advice = "take its style vocabulary, and the embedding's, out of the recipe's parallel_plan"
         module = model.get_submodule(plan.head)
         self._linear = module if type(module).forward is nn.Linear.forward else None
         if self._linear is None and next(module.parameters(), None) is not None:
             raise UserError(
-                f"{self.cause}, and a head that gives the loss is an nn.Linear or owns no parameters, but "
-                f"{plan.head!r} is a {type(module).__name__}; {self.advice}"
+                f"{self.cause}: this needs a head that is an nn.Linear or has no parameters, and {plan.head!r} is a "
+                f"{type(module).__name__}; {self.advice}"
             )
         self.num_scored = 0
         """How often the head returned a loss, as proof that it engaged."""

@@ -202,13 +202,13 @@ def test_a_model_that_ddp_cannot_train(sharded: tuple[float, float], note: Calla
     ],
 )
 def test_zero_3_trains_a_model_that_ddp_cannot(
-    sharded: tuple[float, float], note: Callable[[str, str], None], told: str, options: dict[str, Any]
+    sharded: tuple[float, float], note: Callable[[str, str], None], answer: str, options: dict[str, Any]
 ) -> None:
     (loss, peak), _ = run_function(train_under_a_cap, ("deepspeed", CAP, {"stage": 3, **options}), 2, "spawn")
     assert peak < CAP
     assert loss == pytest.approx(sharded[0], rel=1e-3)
-    print(f"{CAP} GiB: DDP is out of memory, ZeRO-3 with {told} peaks at {peak:.2f} GiB")
-    note(f"ZeRO-3 on 2, {told}, 128 million parameters, {CAP} GiB each", f"trains, peak {peak:.2f} GiB")
+    print(f"{CAP} GiB: DDP is out of memory, ZeRO-3 with {answer} peaks at {peak:.2f} GiB")
+    note(f"ZeRO-3 on 2, {answer}, 128 million parameters, {CAP} GiB each", f"trains, peak {peak:.2f} GiB")
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

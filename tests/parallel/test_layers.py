@@ -94,9 +94,9 @@ def test_two_ranks_compute_what_one_does(pool2: Pool, kv_heads: int, bias: bool)
     assert not any(
         torch.equal(before[name], weight) for name, weight in alone["weights"].items() if "k_proj.b" not in name
     )
-    for told in pool2.run(on_two, kv_heads, bias):
-        mine = told.pop("held")
-        torch.testing.assert_close(told, alone, rtol=1e-5, atol=1e-6)
+    for result in pool2.run(on_two, kv_heads, bias):
+        mine = result.pop("held")
+        torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
         assert mine["0.weight"] == held["0.weight"], "a plain Linear stays whole"
         assert mine["1.up.weight"] == [3 * WIDTH, WIDTH]
         assert mine["1.down.weight"] == [WIDTH, 3 * WIDTH]
@@ -192,14 +192,14 @@ MISTAKES: dict[Callable[[DistributedStrategy], None], str] = {
     wrap_few_kv_heads: "tp = 2 does not divide the 1 heads of 0.k_proj.weight",
     wrap_odd_columns: "tp = 2 does not divide the 5 of 0.weight [5, 4]",
     wrap_what_has_no_style: "says nothing of tensor parallelism",
-    wrap_tied: "parameter second.weight is also one that the plan cuts, under another name",
-    name_what_is_not_there: "the recipe's plan cuts 'layers.*.up', but the model has no module of that name",
-    name_a_parameter_that_is_not_there: "the recipe's plan cuts '0.scale', but the model has no parameter of that name",
-    cut_a_norm: "the plan cuts 0 as column, which is not for a LayerNorm",
-    cut_a_container: "the plan cuts 0 as column, which is not for a Sequential",
-    name_what_is_not_there_beside_an_order: "the recipe's plan cuts 'nowhere', but the model has no module",
-    cut_a_convolution_by_tokens: "the plan cuts 0 as vocabulary, which is not for a Conv1d",
-    cut_a_sparse_embedding: "an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut",
+    wrap_tied: "parameter second.weight is tied to one that the plan splits",
+    name_what_is_not_there: "the recipe's plan splits 'layers.*.up', but the model has no module of that name",
+    name_a_parameter_that_is_not_there: "the recipe's plan splits '0.scale', but the model has no parameter of",
+    cut_a_norm: "the plan splits 0 as column, which is not for a LayerNorm",
+    cut_a_container: "the plan splits 0 as column, which is not for a Sequential",
+    name_what_is_not_there_beside_an_order: "the recipe's plan splits 'nowhere', but the model has no module",
+    cut_a_convolution_by_tokens: "the plan splits 0 as vocabulary, which is not for a Conv1d",
+    cut_a_sparse_embedding: "tensor parallelism cannot split an embedding with max_norm, scale_grad_by_freq or sparse",
 }
 
 

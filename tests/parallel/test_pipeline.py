@@ -155,11 +155,11 @@ def piped(build: Any, schedule: str, sizes: tuple[int, int, int], nums: tuple[in
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
     pipeline = Pipeline(stages, schedule, mesh.get_group("pp"), torch.device("cpu"), plan.entry)
-    told: dict[str, Any] = {"owned": owned}
+    result: dict[str, Any] = {"owned": owned}
     for num in nums:
         numbers = [data_rank * num + i for i in range(num)]
         batches = [batch(plan.entry, number, rows_of(number)) for number in numbers]
-        told["scored"], told["entered"] = scored, entered = [], []
+        result["scored"], result["entered"] = scored, entered = [], []
 
         def score(output: Any, index: int, batches: Any = batches, scored: list[int] = scored) -> Tensor:
             scored.append(index)
@@ -171,26 +171,26 @@ def piped(build: Any, schedule: str, sizes: tuple[int, int, int], nums: tuple[in
 
         model.zero_grad()
         inputs = [one for one, _ in batches]
-        told["losses"] = [loss.item() for loss in pipeline.step(inputs, score, around)]
-    told["gradients"] = {name: _whole(p.grad) for name, p in model.named_parameters()}
-    told["scored"], told["entered"] = scored[:], entered[-num * len(stages) :]
-    told["types"] = {shape[1] for stage in pipeline.stages for shape in stage.sent.values()}
+        result["losses"] = [loss.item() for loss in pipeline.step(inputs, score, around)]
+    result["gradients"] = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    result["scored"], result["entered"] = scored[:], entered[-num * len(stages) :]
+    result["types"] = {shape[1] for stage in pipeline.stages for shape in stage.sent.values()}
     model.eval()
-    told["evaluated"] = [loss.item() for loss in pipeline.evaluate(inputs[:1], score, around)]
-    told["evaluated"] += [loss.item() for loss in pipeline.evaluate(inputs, score, around)]
-    told["names"] = [name for name, _ in model.named_parameters()]
-    return told
+    result["evaluated"] = [loss.item() for loss in pipeline.evaluate(inputs[:1], score, around)]
+    result["evaluated"] += [loss.item() for loss in pipeline.evaluate(inputs, score, around)]
+    result["names"] = [name for name, _ in model.named_parameters()]
+    return result
 
 
 def _whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def check(told: list[dict[str, Any]], build: Any, sizes: tuple[int, int, int], num: int) -> None:
+def check(result: list[dict[str, Any]], build: Any, sizes: tuple[int, int, int], num: int) -> None:
     data_size = sizes[1] * sizes[2]
     losses, gradients = plain(build, [*range(data_size * num)])
     seen: set[str] = set()
-    for one in told:
+    for one in result:
         assert one["owned"] == one["names"] == [*one["gradients"]]
         assert sorted(one["entered"]) == sorted([*range(num)] * (len(one["entered"]) // num))
         seen |= {*one["owned"]}
@@ -198,7 +198,7 @@ def check(told: list[dict[str, Any]], build: Any, sizes: tuple[int, int, int], n
             wanted = gradients[name]
             assert gradient is wanted is None or (gradient - wanted).norm() / wanted.norm() < 1e-5, name
     assert seen == {*gradients}
-    scoring = [one for one in told if one["losses"]]
+    scoring = [one for one in result if one["losses"]]
     assert len(scoring) == data_size
     assert [loss for one in scoring for loss in one["losses"]] == pytest.approx(losses, rel=1e-5)
     assert all(one["scored"] == [*range(num)] for one in scoring)
@@ -206,7 +206,7 @@ def check(told: list[dict[str, Any]], build: Any, sizes: tuple[int, int, int], n
     for rank, one in enumerate(scoring):
         own = losses[rank * num : (rank + 1) * num]
         assert one["evaluated"] == pytest.approx([own[0], *own], rel=1e-5)
-    assert not any(one["evaluated"] for one in told if not one["losses"])
+    assert not any(one["evaluated"] for one in result if not one["losses"])
 
 
 def recomputing() -> tuple[nn.Module, ParallelPlan]:
@@ -242,9 +242,9 @@ def test_gradients_are_those_of_the_plain_model(
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("build", [linears, half_frozen])
 def test_types_and_frozen_stages_are_as_they_are(pool4: Pool, schedule: str, build: Any) -> None:
-    told = pool4.run(piped, build, schedule, (4, 1, 1), (4,))
-    check(told, build, (4, 1, 1), 4)
-    assert told[0]["types"] == {torch.bfloat16 if build is linears else torch.float32}
+    result = pool4.run(piped, build, schedule, (4, 1, 1), (4,))
+    check(result, build, (4, 1, 1), 4)
+    assert result[0]["types"] == {torch.bfloat16 if build is linears else torch.float32}
 
 
 def refusals() -> list[str]:

@@ -171,7 +171,10 @@ def test_what_cannot_be_cut_is_refused_in_a_line() -> None:
     assert "'nothing'" in refusal(ParallelPlan(blocks=layers, order=("nothing", *layers)))
     assert "'body.layers.0' twice, or inside" in refusal(ParallelPlan(layers, order=("body", "body.layers.0")))
     outside = refusal(ParallelPlan(blocks=layers, order=("body.embed", *layers, "head")))
-    assert outside == "parameter norm.weight is in no module of the plan's order, so no stage of a pipeline owns it"
+    assert (
+        outside
+        == "parameter norm.weight is in no module of the plan's order, so no stage would have it; add its module"
+    )
     assert "a pipeline of 4 stages needs 4 blocks, but the plan's order has 3" in refusal(model.plan, 4)
     tied = Model([4] * 3)
     tied.head.weight = tied.body.embed.weight

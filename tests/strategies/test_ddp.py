@@ -65,18 +65,18 @@ def steps(strategy: DistributedStrategy, recipe: Any, count: int, poison: int | 
             data_rank=strategy.data_rank,
             data_size=strategy.data_size,
         )
-        told: dict[str, Any] = {"loss": [], "norm": [], "skipped": []}
+        result: dict[str, Any] = {"loss": [], "norm": [], "skipped": []}
         for step, micro_batches in zip(range(count), loader, strict=False):
             output = strategy.forward_backward(model, micro_batches, recipe, step)
             if step == 1 and poison == strategy.rank:
                 next(model.parameters()).grad[0, 0] = math.nan  # type: ignore[index]
             info = strategy.step(optimizer, 0.5)
-            told["loss"].append(output.loss.item())
-            told["norm"].append(info.grad_norm.item())
-            told["skipped"].append(info.skipped.item())
-        told["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-        told["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
-        return told
+            result["loss"].append(output.loss.item())
+            result["norm"].append(info.grad_norm.item())
+            result["skipped"].append(info.skipped.item())
+        result["weights"] = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+        result["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
+        return result
 
 
 def under_ddp(options: dict[str, Any], recipe: type[Ragged] = Ragged, count: int = 3) -> dict[str, Any]:
@@ -100,19 +100,19 @@ def worst(a: dict[str, Any], b: dict[str, Any]) -> float:
 def test_every_option_trains_as_one_device(pool2: Pool, options: dict[str, Any]) -> None:
     alone = steps(SingleStrategy(device="cpu"), Ragged(), 3)
     ranks = pool2.run(under_ddp, options, init=False)
-    for told in ranks:
-        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert told["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-        assert worst(told, alone) < 1e-5
+    for result in ranks:
+        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert result["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert worst(result, alone) < 1e-5
     assert ranks[0]["norm"] == ranks[1]["norm"]
     assert worst(ranks[0], ranks[1]) == 0
 
 
 def test_unused_parameters_stay_as_they_were(pool2: Pool) -> None:
     alone = steps(SingleStrategy(device="cpu"), WithUnused(), 3)
-    for told in pool2.run(under_ddp, {"find_unused_parameters": True}, WithUnused, init=False):
-        assert worst(told, alone) < 1e-5
-        assert np.array_equal(told["weights"]["never.weight"], alone["weights"]["never.weight"])
+    for result in pool2.run(under_ddp, {"find_unused_parameters": True}, WithUnused, init=False):
+        assert worst(result, alone) < 1e-5
+        assert np.array_equal(result["weights"]["never.weight"], alone["weights"]["never.weight"])
 
 
 def test_the_first_step_repeats_to_the_bit(pool4: Pool) -> None:
@@ -132,12 +132,12 @@ def first_step_and_again() -> tuple[list[bytes], list[bytes]]:
             Words(), recipe.collate, BatchSchedule.constant(40, 5), seed=0, data_rank=strategy.rank, data_size=4
         )
         micro_batches = next(iter(loader))
-        told = []
+        result = []
         for _ in range(2):
             strategy.forward_backward(model, micro_batches, recipe, 0)
-            told.append([p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None])
+            result.append([p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None])
             model.zero_grad(set_to_none=False)
-        return told[0], told[1]
+        return result[0], result[1]
 
 
 def half_with_a_nan(rank_with_nan: int) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def drifted(rank_to_change: int) -> str:
 
 def test_the_alarm_names_rank_and_tensor(pool4: Pool) -> None:
     assert pool4.run(drifted, 99, init=False) == [""] * 4
-    for told in pool4.run(drifted, 2, init=False):
-        assert "1.weight on rank 2" in told
+    for result in pool4.run(drifted, 2, init=False):
+        assert "1.weight on rank 2" in result
 
 
 def took(ids_by_rank: list[list[int]]) -> str:

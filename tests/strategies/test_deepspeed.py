@@ -52,22 +52,22 @@ def alone() -> dict[str, Any]:
 def test_fewer_rows_than_ranks(pool2: Pool, alone: dict[str, Any], stage: str) -> None:
     """Frozen and shared parameters, and rows that end in the middle of a rank's part; moments too."""
     ranks = pool2.run(zero, STAGES[stage], Narrow(), init=False)
-    for told in ranks:
-        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert told["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-        assert told["eval"] == pytest.approx(alone["eval"], rel=1e-5)
-        assert worst(told, alone) < 2e-5
-        assert worst(told, alone, "moments") < 2e-5
-        assert (told["norm"], told["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
+    for outcome in ranks:
+        assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert outcome["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert outcome["eval"] == pytest.approx(alone["eval"], rel=1e-5)
+        assert worst(outcome, alone) < 2e-5
+        assert worst(outcome, alone, "moments") < 2e-5
+        assert (outcome["norm"], outcome["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
 
 
 @pytest.mark.parametrize(
     "options", [{"stage": 2, "offload_optimizer": "cpu"}, ALL_SPLIT | {"offload_parameters": "cpu"}]
 )
 def test_one_process(alone: dict[str, Any], options: dict[str, Any]) -> None:
-    told = zero(options, Narrow())
-    assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    assert worst(told, alone) < 2e-5
+    outcome = zero(options, Narrow())
+    assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert worst(outcome, alone) < 2e-5
     assert not torch.distributed.is_initialized()
     assert "LOCAL_RANK" not in os.environ  # which would make another run think that it is one of several
 
@@ -81,9 +81,9 @@ def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp32_skips_together(pool2: Pool, stage: str) -> None:
-    for told in pool2.run(zero, STAGES[stage], Overflowing(0), 4, init=False):
-        assert told["skipped"] == [0, 1, 0, 0]
-        assert all(np.isfinite(tensor).all() for tensor in told["weights"].values())
+    for outcome in pool2.run(zero, STAGES[stage], Overflowing(0), 4, init=False):
+        assert outcome["skipped"] == [0, 1, 0, 0]
+        assert all(np.isfinite(tensor).all() for tensor in outcome["weights"].values())
 
 
 def held() -> tuple[list[int], int, int]:
@@ -199,7 +199,7 @@ def test_a_loss_that_reads_weights(alone: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_number_is_refused(stage: str) -> None:
-    assert "parameter logit_scale is a single number, which sharding cannot cut" in refusal(STAGES[stage], Number())
+    assert "parameter logit_scale is a single number, which sharding cannot split" in refusal(STAGES[stage], Number())
 
 
 class Convolving(Ragged):
@@ -238,16 +238,16 @@ class Steep(Ragged):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_do_not_scale_the_loss(pool2: Pool, stage: str) -> None:
-    for told in pool2.run(zero, STAGES[stage] | {"mixed_precision": "fp16"}, Steep(), 2, init=False):
-        assert told["scale"] == 2.0**16
-        assert told["skipped"] == [0, 0]
+    for outcome in pool2.run(zero, STAGES[stage] | {"mixed_precision": "fp16"}, Steep(), 2, init=False):
+        assert outcome["scale"] == 2.0**16
+        assert outcome["skipped"] == [0, 0]
 
 
 def test_a_bias_is_added_before_rounding(pool2: Pool) -> None:
     half = {"mixed_precision": "bf16"}
     alone = steps(SingleStrategy(device="cpu", **half), Ragged(), 1)
-    for told in pool2.run(zero, ALL_SPLIT | half, Ragged(), 1, init=False):
-        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    for outcome in pool2.run(zero, ALL_SPLIT | half, Ragged(), 1, init=False):
+        assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
 def thaw(stage: str) -> str:
@@ -290,9 +290,9 @@ def test_moments_of_some_are_refused(stage: str) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
-    told = refusal(options, Ragged())
-    assert words in told
-    assert "\n" not in told
+    outcome = refusal(options, Ragged())
+    assert words in outcome
+    assert "\n" not in outcome
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,10 +504,10 @@ def test_an_infinite_loss_names_the_first_bad_module(toy: ToyRun, pool2: Pool) -
     recipe = (toy.folder / "toy_recipe.py").read_text()
     spoiled = recipe.replace('return ((output - batch["y"]) ** 2).sum()', "return (output / 0).sum()")
     (toy.folder / "toy_recipe.py").write_text(spoiled)
-    told = pool2.run(
+    outcome = pool2.run(
         failing, toy.config, [*ZERO, "distributed.zero_stage=3", "training.max_skipped_steps=2"], init=False
     )
-    assert all("the first bad value is the loss, though the model's output is finite" in text for text in told)
+    assert all("the first bad value is the loss, though the model's output is finite" in text for text in outcome)
 
 
 def failing(config: Path, overrides: list[str]) -> str:

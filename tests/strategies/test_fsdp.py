@@ -64,20 +64,20 @@ def steps(strategy: DistributedStrategy, recipe: Any, count: int, sgd: bool = Fa
         rank, size = strategy.data_rank, strategy.data_size
         batches = BatchSchedule.constant(11, 2)
         loader = Loader(Words(), recipe.collate, batches, seed=0, data_rank=rank, data_size=size)
-        told: dict[str, Any] = {"loss": [], "norm": [], "skipped": []}
+        result: dict[str, Any] = {"loss": [], "norm": [], "skipped": []}
         for step, micro_batches in zip(range(count), loader, strict=False):
             output = strategy.forward_backward(model, micro_batches, recipe, step)
             info = strategy.step(optimizer, 0.5)
-            told["loss"].append(output.loss.item())
-            told["norm"].append(info.grad_norm.item())
-            told["skipped"].append(info.skipped.item())
-        told["eval"] = strategy.evaluate(model, micro_batches, recipe).loss.item()
+            result["loss"].append(output.loss.item())
+            result["norm"].append(info.grad_norm.item())
+            result["skipped"].append(info.skipped.item())
+        result["eval"] = strategy.evaluate(model, micro_batches, recipe).loss.item()
         state = strategy.state(model, optimizer)
-        told["weights"] = {name: whole(tensor) for name, tensor in state.model.items()}
-        told["moments"] = {f"{n}/{k}": whole(t) for n, slots in state.optimizer.items() for k, t in slots.items()}
-        told["grads_left"] = sum(p.grad is not None for p in model.parameters())
-        told["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
-        return told
+        result["weights"] = {name: whole(tensor) for name, tensor in state.model.items()}
+        result["moments"] = {f"{n}/{k}": whole(t) for n, slots in state.optimizer.items() for k, t in slots.items()}
+        result["grads_left"] = sum(p.grad is not None for p in model.parameters())
+        result["scale"] = strategy._loss_scale.scale.item() if strategy._loss_scale else None
+        return result
 
 
 def whole(tensor: Tensor) -> Any:
@@ -98,14 +98,14 @@ def test_fewer_rows_than_ranks(pool4: Pool, sgd: bool) -> None:
     """Empty shards, frozen and shared parameters; fused AdamW and fused SGD on what each rank holds."""
     alone = steps(SingleStrategy(device="cpu"), Narrow(), 3, sgd)
     ranks = pool4.run(sharded, {}, Narrow(), 3, sgd, init=False)
-    for told in ranks:
-        assert told["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert told["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-        assert told["eval"] == pytest.approx(alone["eval"], rel=1e-5)
-        assert worst(told, alone) < 2e-5
-        assert worst(told, alone, "moments") < 2e-5
-        assert (told["norm"], told["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
-        assert told["grads_left"] == 0
+    for result in ranks:
+        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert result["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert result["eval"] == pytest.approx(alone["eval"], rel=1e-5)
+        assert worst(result, alone) < 2e-5
+        assert worst(result, alone, "moments") < 2e-5
+        assert (result["norm"], result["loss"]) == (ranks[0]["norm"], ranks[0]["loss"])
+        assert result["grads_left"] == 0
 
 
 def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
@@ -116,16 +116,16 @@ def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
 
 
 def test_fp32_skips_together(pool2: Pool) -> None:
-    for told in pool2.run(sharded, {}, Overflowing(0), 4, init=False):
-        assert told["skipped"] == [0, 1, 0, 0]
+    for result in pool2.run(sharded, {}, Overflowing(0), 4, init=False):
+        assert result["skipped"] == [0, 1, 0, 0]
 
 
 def test_one_process() -> None:
     """The plain model, or a world of one where the types need it."""
     alone = steps(SingleStrategy(device="cpu"), Ragged(), 3)
-    told = sharded({}, Ragged())
-    assert told["loss"] == alone["loss"]
-    assert worst(told, alone) == 0
+    result = sharded({}, Ragged())
+    assert result["loss"] == alone["loss"]
+    assert worst(result, alone) == 0
     half = sharded({"mixed_precision": "pure_bf16"}, Ragged())
     assert half["loss"] != alone["loss"]
     assert half["loss"] == pytest.approx(alone["loss"], rel=2e-2)
@@ -168,9 +168,9 @@ def by_hand_sharded(verb: str) -> dict[str, Any]:
 @pytest.mark.parametrize("verb", ["clip", "step"])
 def test_a_loop_by_hand(pool2: Pool, verb: str) -> None:
     alone = by_hand(SingleStrategy(device="cpu"), "step")
-    for told in pool2.run(by_hand_sharded, verb, init=False):
-        assert told["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-        assert worst(told, alone) < 1e-4
+    for result in pool2.run(by_hand_sharded, verb, init=False):
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert worst(result, alone) < 1e-4
 
 
 def look(options: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +222,9 @@ def drift(rank_to_change: int) -> str:
 
 def test_the_alarm_compares_replicas_of_shards(pool4: Pool) -> None:
     assert pool4.run(drift, 99, init=False) == [""] * 4
-    told = pool4.run(drift, 3, init=False)
-    assert told[0] == told[2] == ""  # they hold other shards
-    assert "4.weight on rank 3 differs from rank 1" in told[1]
+    result = pool4.run(drift, 3, init=False)
+    assert result[0] == result[2] == ""  # they hold other shards
+    assert "4.weight on rank 3 differs from rank 1" in result[1]
 
 
 def refusal(options: dict[str, Any]) -> str:
@@ -257,9 +257,9 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(pool4: Pool, options: dict[str, Any], words: str) -> None:
-    for told in pool4.run(refusal, options, init=False):
-        assert words in told
-        assert "\n" not in told
+    for result in pool4.run(refusal, options, init=False):
+        assert words in result
+        assert "\n" not in result
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def different_parameters() -> str:
 
 def test_ranks_that_use_different_parameters_are_refused(pool2: Pool) -> None:
     """fully_shard would add the gradient of one to that of the other."""
-    for told in pool2.run(different_parameters, init=False):
-        assert "ranks used different parameters" in told
+    for result in pool2.run(different_parameters, init=False):
+        assert "ranks used different parameters" in result
 
 
 def save_and_step_by_hand(folder: str | None) -> list[float]:

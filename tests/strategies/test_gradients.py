@@ -32,7 +32,7 @@ def batches(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.cat(parts) for parts in zip(*micro, strict=True)) for micro in made]  # type: ignore[misc]
 
 
-def told(strategy: Any, model: Any, optimizer: Any, gradients: dict[str, Tensor], step: Any) -> dict[str, Any]:
+def outcome(strategy: Any, model: Any, optimizer: Any, gradients: dict[str, Tensor], step: Any) -> dict[str, Any]:
     """Returns the gradients, their norm as the step gives it, and how far the step moved the weights."""
     before = whole(strategy.state(model, optimizer).model)
     norm = step().grad_norm.item()
@@ -46,7 +46,7 @@ def after_prepare(kind: str) -> dict[str, Any]:
         micro_batches = [micro_batch(x, y) for x, y in batches(strategy.data_rank, strategy.data_size)]
         strategy.forward_backward(model, micro_batches, Points(), 0)
         gradients = whole(strategy.gradients(model))
-        return told(strategy, model, optimizer, gradients, lambda: strategy.step(optimizer))
+        return outcome(strategy, model, optimizer, gradients, lambda: strategy.step(optimizer))
 
 
 def after_wrap(kind: str, exchange: str | None = None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def after_wrap(kind: str, exchange: str | None = None) -> dict[str, Any]:
             with loop.accumulate(last=index == len(SIZES) - 1):
                 loop.backward(squares(model(x), y).mean() / len(SIZES))
         gradients = {} if exchange == "at_step" else whole(strategy.gradients(loop.model))
-        return told(strategy, loop.model, optimizer, gradients, loop.step)
+        return outcome(strategy, loop.model, optimizer, gradients, loop.step)
 
 
 def gradients_of(loss: Any) -> dict[str, Tensor]:

@@ -159,8 +159,8 @@ def attributes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("init", [True, False], ids=["in a group that is there", "in a group of its own"])
 def test_who_and_where(pool2, init):
-    for rank, told in enumerate(pool2.run(attributes, init=init)):
-        assert told == {
+    for rank, result in enumerate(pool2.run(attributes, init=init)):
+        assert result == {
             "who": (rank, 2, rank, rank == 0),
             "data": (rank, 2),
             "device": "cpu",

@@ -67,17 +67,17 @@ def own_bytes(field: str = "RssAnon") -> int:
 @contextmanager
 def peak() -> Iterator[list[int]]:
     """The most that the process grew by, looked at every millisecond."""
-    before, told, done = own_bytes(), [0], threading.Event()
+    before, result, done = own_bytes(), [0], threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            told[0] = max(told[0], own_bytes() - before)
+            result[0] = max(result[0], own_bytes() - before)
             time.sleep(0.001)
 
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        yield told
+        yield result
     finally:
         done.set()
         watcher.join()
@@ -144,6 +144,6 @@ def test_a_model_that_ddp_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="allocate memory") as error:
         run_function(train_under_a_cap, ("ddp", cap), 2, "spawn")
     print(f"ddp on 2 under {cap / MIB:.0f} MiB each: {str(error.value).splitlines()[-1]}")
-    for told in run_function(train_under_a_cap, ("fsdp", cap), 2, "spawn"):
-        assert told.startswith("trains")
-    print(f"fsdp on 2 under {cap / MIB:.0f} MiB each: {told}")
+    for result in run_function(train_under_a_cap, ("fsdp", cap), 2, "spawn"):
+        assert result.startswith("trains")
+    print(f"fsdp on 2 under {cap / MIB:.0f} MiB each: {result}")

@@ -74,13 +74,13 @@ def steps_in_stages(frozen: int) -> dict[str, Any]:
 def test_stages_with_nothing_to_train(pool2: Pool, frozen: int) -> None:
     """With the embedding and the first block frozen the first stage has no parameter for its optimizer."""
     alone = take_steps(SingleStrategy(device="cpu"), Staged(frozen))
-    told = pool2.run(steps_in_stages, frozen, init=False)
+    result = pool2.run(steps_in_stages, frozen, init=False)
     together: dict[str, Any] = {}
-    for rank in told:
+    for rank in result:
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         assert rank["groups"] == alone["groups"]
         together |= rank["weights"]
-    assert len(told[0]["weights"]) < len(together)
+    assert len(result[0]["weights"]) < len(together)
     torch.testing.assert_close(together, alone["weights"], rtol=1e-4, atol=1e-6)
 
 

@@ -105,8 +105,8 @@ def test_a_buffer_that_begins_to_move_late(tmp_path: Path, pool2: Pool, kind: st
 @pytest.mark.parametrize("kind", ["tp_fsdp", "hybrid"])
 def test_a_buffer_that_begins_to_move_late_on_a_mesh(tmp_path: Path, pool4: Pool, kind: str) -> None:
     ranks = pool4.run(train, kind, LateNet, init=False)
-    for told in ranks[1:]:
-        assert all(map(torch.equal, ranks[0]["starts"], told["starts"]))
+    for result in ranks[1:]:
+        assert all(map(torch.equal, ranks[0]["starts"], result["starts"]))
     assert ranks[0]["starts"][-1].abs().sum() > 0
     saved = pool4.run(train, kind, LateNet, tmp_path, init=False)[0]
     assert_equal(saved["end"], ranks[0]["end"])

@@ -32,7 +32,7 @@ ODD: dict[str, Any] = {
     "frozen float64": lambda: torch.ones(3, dtype=torch.float64),
 }
 SPARSE = "scale.odd is stored in the layout sparse_coo; only dense tensors can be saved"
-NUMBER = "parameter scale.odd is a single number, which sharding cannot cut"
+NUMBER = "parameter scale.odd is a single number, which sharding cannot split"
 EMPTY = "has no elements, which strategy"
 REAL = "and strategy fsdp sums gradients as real numbers"
 ONE_DTYPE = "whose trained parameters need one dtype"

@@ -111,18 +111,18 @@ def load_sharded(folder: Path, sides: tuple[int, ...], from_memory: bool = False
     for parameter, slots in optimizer.state.items():
         assert slots["exp_avg"].shape == parameter.shape
         assert slots["exp_avg"].device == parameter.device
-    told = whole(collect_state(model, optimizer, {}))
+    result = whole(collect_state(model, optimizer, {}))
     take_steps(model, optimizer, 1)
-    return {"restored": told, "later": whole(collect_state(model, optimizer, {}))}
+    return {"restored": result, "later": whole(collect_state(model, optimizer, {}))}
 
 
 def load_alone(folder: Path) -> dict[str, Any]:
     model = build(2)
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     restore_state(model, optimizer, {}, open_checkpoint(folder).stored_state())
-    told = whole(collect_state(model, optimizer, {}))
+    result = whole(collect_state(model, optimizer, {}))
     take_steps(model, optimizer, 1)
-    return {"restored": told, "later": whole(collect_state(model, optimizer, {}))}
+    return {"restored": result, "later": whole(collect_state(model, optimizer, {}))}
 
 
 def assert_same(first: dict[str, Any], second: dict[str, Any], tolerance: float = 0) -> None:
@@ -148,9 +148,9 @@ def test_fsdp_saves_for_everyone(tmp_path: Path, pool2: Pool, pool4: Pool, size:
         *pool4.run(load_sharded, tmp_path / "saved", (4,)),
         *pool4.run(load_sharded, tmp_path / "saved", (2, 2), from_memory=True),
     ]
-    for told in others:
-        assert_same(told["restored"], saved)
-        assert_same(told["later"], alone["later"], 1e-5)
+    for result in others:
+        assert_same(result["restored"], saved)
+        assert_same(result["later"], alone["later"], 1e-5)
 
 
 def test_fsdp_opens_what_one_device_saved(tmp_path: Path, pool4: Pool) -> None:
@@ -159,8 +159,8 @@ def test_fsdp_opens_what_one_device_saved(tmp_path: Path, pool4: Pool) -> None:
     take_steps(model, optimizer)
     state = collect_state(model, optimizer, {"scale": torch.tensor(8.0)})
     write_checkpoint(tmp_path / "saved", state, {"step": 2}, {})
-    for told in pool4.run(load_sharded, tmp_path / "saved", (4,)):
-        assert_same(told["restored"], whole(state))
+    for result in pool4.run(load_sharded, tmp_path / "saved", (4,)):
+        assert_same(result["restored"], whole(state))
 
 
 def test_slots_that_were_not_saved_are_gone(tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_a_piece_that_one_rank_cannot_read_is_passed_over_by_all(toy: ToyRun, po
         flip(steps / f"step_{step:08d}", "model-00001-of-00002.safetensors")
     before = sorted(path.name for path in steps.iterdir())
     first, second = pool2.run(refused, toy.config, keys, init=False)
-    for told in (first, second):
-        assert "all 3 checkpoints" in told
-        assert str(steps) in told
-        assert "choose another experiment.output_dir" in told
-        assert "\n" not in told
+    for result in (first, second):
+        assert "all 3 checkpoints" in result
+        assert str(steps) in result
+        assert "choose another experiment.output_dir" in result
+        assert "\n" not in result
     assert "does not match its digest" in first
     assert "another rank cannot read it" in second
     assert sorted(path.name for path in steps.iterdir()) == before
@@ -252,5 +252,5 @@ def refused_elsewhere(config: Path, overrides: list[str], elsewhere: Path) -> st
 def test_ranks_that_see_other_checkpoints_do_not_train(toy: ToyRun, pool2: Pool) -> None:
     keys = [*KEYS, "training.max_steps=2"]
     pool2.run(train_here, toy.config, keys, init=False)
-    for told in pool2.run(refused_elsewhere, toy.config, keys, toy.folder / "elsewhere", init=False):
-        assert "not all ranks see the same checkpoints" in told
+    for result in pool2.run(refused_elsewhere, toy.config, keys, toy.folder / "elsewhere", init=False):
+        assert "not all ranks see the same checkpoints" in result

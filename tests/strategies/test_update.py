@@ -194,7 +194,7 @@ def test_cut_parameters_need_an_optimizer_that_works_by_element(
     pool2: Pool, kind: str, verb: str, builder: Any
 ) -> None:
     for said in pool2.run(try_builder, kind, verb, builder, init=False):
-        assert "looks at whole tensors, but this layout cuts parameters" in said
+        assert "looks at whole tensors, but this layout splits parameters" in said
         assert said.endswith("or strategy ddp")
         assert "\n" not in said
 

@@ -36,7 +36,7 @@ class Weighted(Points):
 
 def steps(kind: str) -> list[tuple[float, float, bool]]:
     """Returns for each weight the norm of the gradient, whether the update was skipped, and whether weights moved."""
-    told, recipe = [], Weighted()
+    result, recipe = [], Weighted()
     with make(kind) as strategy:
         model, optimizer = strategy.prepare(build(), sgd, PLAN, Weights("built"))
         for weight in (*USABLE, *UNUSABLE):
@@ -48,16 +48,16 @@ def steps(kind: str) -> list[tuple[float, float, bool]]:
             info = strategy.step(optimizer, 1.0)
             after = whole(strategy.state(model, optimizer).model)
             moved = any(not torch.equal(before[name], after[name]) for name in before)
-            told.append((info.grad_norm.item(), info.skipped.item(), moved))
-    return told
+            result.append((info.grad_norm.item(), info.skipped.item(), moved))
+    return result
 
 
-def check(kind: str, told: list[tuple[float, float, bool]], ranks: int) -> None:
+def check(kind: str, result: list[tuple[float, float, bool]], ranks: int) -> None:
     model = build()
     data = [*(rows(4, rank) for rank in range(ranks)), *(rows(2, 7) for _ in range(ranks))]
     torch.cat([squares(model(x), y) for x, y in data]).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-    one, small, none, *unusable = told
+    one, small, none, *unusable = result
     for found, skipped, _ in (one, small):
         assert found == pytest.approx(norm, rel=1e-5)
         assert not skipped
@@ -73,8 +73,8 @@ def test_on_one_process() -> None:
 
 @pytest.mark.parametrize("kind", ON_TWO)
 def test_on_two_processes(pool2: Pool, kind: str) -> None:
-    for told in pool2.run(steps, kind, init=False):
-        check(kind, told, ranks=1 if kind in ("tp", "pp") else 2)
+    for result in pool2.run(steps, kind, init=False):
+        check(kind, result, ranks=1 if kind in ("tp", "pp") else 2)
 
 
 def test_a_negative_count_stops_the_run_and_is_named(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:

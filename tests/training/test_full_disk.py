@@ -115,19 +115,19 @@ def test_a_full_disk_does_not_end_a_run(small_disk: ToyRun, background: str, pro
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, env=environment)
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["code"] == 0, told["err"]
-    warnings = [line for line in told["out"].splitlines() if line.startswith("warning: ")]
+    outcome = json.loads(result.stdout)
+    assert outcome["code"] == 0, outcome["err"]
+    warnings = [line for line in outcome["out"].splitlines() if line.startswith("warning: ")]
     assert "step 4 could not be saved: [Errno 28] No space left on device" in warnings[0]
     assert [line.split()[2] for line in warnings] == [str(step) for step in range(4, 26, 2)]
     assert all(line.endswith("; the last checkpoint is 2") for line in warnings)
-    assert "Traceback" not in told["err"]
+    assert "Traceback" not in outcome["err"]
     # With room again the next save is good, and nothing of what was written meanwhile is missing.
-    assert told["left"] == [f"step_{step:08d}" for step in (26, 28, 30)]
-    assert told["latest"] == "step_00000030"
-    assert told["steps"] == told["shown"] == [*range(1, 31)]
+    assert outcome["left"] == [f"step_{step:08d}" for step in (26, 28, 30)]
+    assert outcome["latest"] == "step_00000030"
+    assert outcome["steps"] == outcome["shown"] == [*range(1, 31)]
     if procs > 1:
-        assert told["log"].count("could not be saved") == len(warnings)
+        assert outcome["log"].count("could not be saved") == len(warnings)
 
 
 if __name__ == "__main__":

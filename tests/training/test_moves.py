@@ -210,5 +210,5 @@ def drift(config: Path, overrides: list[str]) -> str:
 
 def test_the_alarm_stops_a_run_that_drifts(toy: ToyRun, pool2: Pool) -> None:
     keys = ["training.global_batch_size=12", "training.batch_size=2", "distributed.desync_steps=2"]
-    told = pool2.run(drift, toy.config, keys, init=False)
-    assert all("0.weight" in text and "rank 1" in text for text in told)
+    result = pool2.run(drift, toy.config, keys, init=False)
+    assert all("0.weight" in text and "rank 1" in text for text in result)

@@ -252,9 +252,9 @@ def test_whatever_file_is_damaged_the_previous_checkpoint_is_used(
         capfd.readouterr()
         outcome = toy.train(*keys)
         assert (outcome.first_step, outcome.step) == (2, 4), file
-        told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
-        assert [line for line in told if "checkpoint step_00000004 is damaged and passed over" in line] == told
-        assert len(told) == 1
+        answer = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert [line for line in answer if "checkpoint step_00000004 is damaged and passed over" in line] == answer
+        assert len(answer) == 1
         assert tensors(toy.output, 4) == whole
 
 

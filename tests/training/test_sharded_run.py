@@ -54,9 +54,9 @@ def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any
     tree["model"] |= {"dropout": 0.0} if model is bdh else {}
     metrics, preview = finish(in_folder(check_run(tree), tmp_path / "one"))
     ranks = pool2.run(finish, in_folder(check_run(tree), tmp_path / "two", strategy="fsdp"), init=False)
-    for told, text in ranks:
-        assert told["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-5)
-        assert told["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-5)
+    for result, text in ranks:
+        assert result["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-5)
+        assert result["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-5)
         assert text == ranks[0][1]
     assert preview
     report = (tmp_path / "two" / "report.txt").read_text()

@@ -237,7 +237,7 @@ def test_impossible_heads_are_refused_in_one_line() -> None:
     model, (tokens, labels) = built(WithLinear), batch()
     with pytest.raises(UserError, match=r"training.loss_chunks = 4, but the recipe's plan names no head"):
         ChunkedHead(model, ParallelPlan(), 4)
-    with pytest.raises(UserError, match=r"loss_chunks = 4.* nn.Linear or owns no .*, but 'embed' is a Embedding; set"):
+    with pytest.raises(UserError, match=r"loss_chunks = 4: .* nn.Linear or has no .*, and 'embed' is a Embedding; set"):
         ChunkedHead(model, ParallelPlan(head="embed"), 4)
     with (
         pytest.raises(UserError, match="called on 21 tokens for 14 labels"),
@@ -246,7 +246,7 @@ def test_impossible_heads_are_refused_in_one_line() -> None:
         model(tokens)
     cut = Mock(size=2, rank=0, enter=lambda hidden: hidden)
     for chunks in (1, 4):  # tensor parallelism shares the loss with and without
-        with pytest.raises(UserError, match=r"^distributed.mesh.tp = 2 cuts the head 'embed'.* Embedding; take"):
+        with pytest.raises(UserError, match=r"^distributed.mesh.tp = 2 splits the head 'embed'.* Embedding; take"):
             ChunkedHead(model, ParallelPlan(head="embed"), chunks, tensor=cut)
         model = built(WithLinear)
         head = ChunkedHead(model, PLAN, chunks, tensor=cut)

@@ -142,12 +142,14 @@ def _check_order(model: nn.Module, plan: ParallelPlan, num_stages: int) -> None:
         )
     for name in plan.order:
         if name not in modules:
-            raise UserError(f"the plan's order names {name!r}, but the model has no module of that name")
+            raise UserError(f"the plan's order names {name!r}, but the model has no such module; mend parallel_plan")
         if any(name.startswith(f"{other}.") for other in plan.order) or plan.order.count(name) > 1:
             raise UserError(f"the plan's order has {name!r} twice, or inside of another of its modules; name it once")
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not any(name.startswith(f"{owner}.") for owner in plan.order):
-            raise UserError(f"parameter {name} is in no module of the plan's order, so no stage of a pipeline owns it")
+            raise UserError(
+                f"parameter {name} is in no module of the plan's order, so no stage would have it; add its module"
+            )
     num_blocks = sum(name in plan.blocks for name in plan.order)
     if num_blocks < num_stages:
         raise UserError(

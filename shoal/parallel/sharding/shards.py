@@ -79,5 +79,5 @@ def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    cut = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard | StridedShard)]
-    return tuple(mesh.get_group(side) for side in cut if mesh.size(side) > 1)
+    split = [side for side, placement in enumerate(tensor.placements) if isinstance(placement, Shard | StridedShard)]
+    return tuple(mesh.get_group(side) for side in split if mesh.size(side) > 1)

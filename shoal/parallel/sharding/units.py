@@ -51,11 +51,11 @@ def choose_units(
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Refuses parameters without dimensions, which neither fully_shard nor DeepSpeed can cut."""
+    """Refuses parameters without dimensions, which neither fully_shard nor DeepSpeed can split."""
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise UserError(
-                f"parameter {name} is a single number, which sharding cannot cut; give it the shape [1], or use "
+                f"parameter {name} is a single number, which sharding cannot split; give it the shape [1], or use "
                 "strategy ddp"
             )
 

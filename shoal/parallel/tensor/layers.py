@@ -1,7 +1,7 @@
-"""Layers for your own models that know how tensor parallelism cuts them.
+"""Layers for your own models that know how tensor parallelism splits them.
 
 On one process, or without `distributed.mesh.tp`, they are ordinary layers. `MeshStrategy(mesh={"tp": 2, ...})` and
-`distributed.strategy: mesh` cut them by their `tensor_style`, as a recipe's plan would; nothing else has to be said.
+`distributed.strategy: mesh` split them by their `tensor_style`, as a recipe's plan would; nothing else has to be said.
 
     class MLP(nn.Module):
         def __init__(self, width):

@@ -28,7 +28,7 @@ def check_plan(styles: Mapping[str, TensorStyle], modules: Mapping[str, nn.Modul
     splits = any(style == "vocabulary" and isinstance(modules.get(n), nn.Embedding) for n, style in styles.items())
     if not splits and not staged:  # another stage may have the embedding
         raise UserError(
-            f"{_KEY}: nothing splits the tokens at first; let the recipe's plan cut the embedding as `vocabulary`, or "
+            f"{_KEY}: nothing splits the tokens at first; let parallel_plan split the embedding as `vocabulary`, or "
             "set it to false"
         )
 

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: ranks share the work of each layer, and each holds a part of its weights.
 
 Parameters are DTensors, so that whatever stores, counts or shards them knows which part a rank has. The computation is
-plain: a cut module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the boundaries
+plain: a split module sees its rank's part as an ordinary tensor, and ranks exchange activations only at the boundaries
 that the plan names. DTensor could find the exchanges by itself, but would often gather where that is not needed.
 
 With sequence parallelism the activations between these boundaries are split by tokens: the vocabulary-parallel
@@ -36,7 +36,7 @@ class TensorParallel:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.size: int = mesh.size()
         self.rank: int = mesh.get_local_rank()
-        self.cut_parameters: list[str] = []
+        self.split_parameters: list[str] = []
         self._entering, self._entering_region, self._leaving = (
             self._enter_layer,
             self._enter_region_layer,
@@ -57,7 +57,7 @@ class TensorParallel:
         for name, style in styles.items():
             if isinstance(style, str) and name in modules:
                 self._apply_style(name, modules[name], style, styles)
-        self.cut_parameters = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+        self.split_parameters = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Returns an activation that all ranks use, each for its part of the work."""
@@ -72,7 +72,7 @@ class TensorParallel:
         return sum_over(tensor, self.group)
 
     def _cut(self, model: nn.Module, styles: Mapping[str, TensorStyle]) -> None:
-        """Replaces the parameters that are cut by DTensors."""
+        """Replaces the parameters that are split by DTensors."""
         whole = dict(model.named_parameters(remove_duplicate=False))
         parts: dict[int, nn.Parameter] = {}
         dimensions = _dimensions(model, whole, styles)
@@ -81,13 +81,15 @@ class TensorParallel:
             owner, _, key = name.rpartition(".")
             if id(parameter) not in parts:
                 even = "vocabulary" not in (styles.get(name), styles.get(owner))
-                self._check_cut(model, name, parameter, dimension, even)
+                self._check_split(model, name, parameter, dimension, even)
                 parts[id(parameter)] = self._part(parameter, dimension)
             model.get_submodule(owner)._parameters[key] = parts[id(parameter)]
         if tied := next((name for name in whole if name not in dimensions and id(whole[name]) in parts), None):
-            raise UserError(f"parameter {tied} is also one that the plan cuts, under another name; let it cut both")
+            raise UserError(
+                f"parameter {tied} is tied to one that the plan splits; add it to `tensor` of parallel_plan"
+            )
 
-    def _check_cut(self, model: nn.Module, name: str, parameter: Tensor, dimension: int, even: bool) -> None:
+    def _check_split(self, model: nn.Module, name: str, parameter: Tensor, dimension: int, even: bool) -> None:
         length = parameter.shape[dimension]
         region = model.get_submodule(".".join(name.split(".")[:-2]))
         per_head = getattr(region, "head_dim", 1)  # a rank computes whole heads
@@ -142,7 +144,7 @@ class TensorParallel:
         return forward(**{**kwargs, first: self.enter(kwargs[first])})
 
     def _enter_region_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same, and other positional arguments that are cut parameters become this rank's part."""
+        """The same, and other positional arguments that are split parameters become this rank's part."""
         return self._enter_layer(lambda *args, **kwargs: forward(*map(local, args), **kwargs), *args, **kwargs)
 
     def _leave_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +153,7 @@ class TensorParallel:
         return (self.leave(output[0]), *output[1:]) if isinstance(output, tuple) else self.leave(output)
 
     def _view_used_in_part(self, parameter: Tensor) -> Tensor:
-        """Returns this rank's part of a cut parameter; the gradients of a whole one are summed over ranks."""
+        """Returns this rank's part of a split parameter; the gradients of a whole one are summed over ranks."""
         return local(parameter) if isinstance(parameter, DTensor) else sum_gradients(parameter, self.group)
 
     def _shared(self, parameter: Tensor | None) -> Tensor:
@@ -162,7 +164,10 @@ class TensorParallel:
     def _share_embedding(self, module: nn.Embedding) -> None:
         """Makes each rank look up the tokens that it has, and zeros for others; the sum is the embedding."""
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise UserError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut by its tokens")
+            raise UserError(
+                "tensor parallelism cannot split an embedding with max_norm, scale_grad_by_freq or sparse; take its "
+                "style `vocabulary` out of the recipe's parallel_plan"
+            )
         chunk = -(-module.num_embeddings // self.size)
 
         def embed(forward: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -208,7 +213,7 @@ def resolve(model: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
         staged = any(isinstance(module, PassThrough) for module in model.modules())
         if not found and not staged:  # it may be in another stage
             kind = "parameter" if isinstance(style, int) else "module"
-            raise UserError(f"the recipe's plan cuts {pattern!r}, but the model has no {kind} of that name")
+            raise UserError(f"the recipe's plan splits {pattern!r}, but the model has no {kind} of that name")
         styles |= dict.fromkeys(found, style)
     if not styles:
         raise UserError(
@@ -232,7 +237,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _dimensions(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, TensorStyle]
 ) -> dict[str, int]:
-    """Returns the dimension that each cut parameter is cut along, by its name."""
+    """Returns the dimension that each split parameter is split along, by its name."""
     dimensions: dict[str, int] = {}
     for name, style in styles.items():
         if isinstance(style, int):
@@ -245,7 +250,7 @@ def _dimensions(
             if style == "vocabulary" and next(module.parameters(recurse=False), None) is None:
                 continue  # a head that gets its weight as an argument
             if not isinstance(module, kinds):
-                raise UserError(f"the plan cuts {name} as {style}, which is not for a {type(module).__name__}")
+                raise UserError(f"the plan splits {name} as {style}, which is not for a {type(module).__name__}")
             dimensions[f"{name}.weight"] = 1 if style == "row" else 0
             if style != "row" and getattr(module, "bias", None) is not None:
                 dimensions[f"{name}.bias"] = 0

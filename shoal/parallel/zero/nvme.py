@@ -73,7 +73,7 @@ def load_operator(speaks: bool, key: str) -> None:
 
     builder: Any = get_accelerator().create_op_builder("AsyncIOBuilder")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        raise UserError(f"{key} on a disk needs an operator that DeepSpeed compiles, and there is no C++ compiler here")
+        raise UserError(f"{key} on a disk needs a C++ compiler for DeepSpeed's operator; install one, or use cpu")
     if not builder.is_compatible(verbose=False):
         raise UserError(
             f"{key} on a disk needs libaio, which DeepSpeed reads and writes with: install libaio-dev, or use cpu"

@@ -188,7 +188,10 @@ class Partition:
 
     @contextmanager
     def at_hand(self, group: int | None, write: bool = False) -> Iterator[None]:
-        """Has the state of a group in memory, to read or change it; what was changed under ZeRO-3 then computes."""
+        """Loads the optimizer state of a group into memory, if it is in files.
+
+        With `write`, changed state goes back to the files, and under ZeRO-3 changed weights to those of the forward.
+        """
         on_disk = self.on_disk(group)
         if on_disk:
             self.zero._optimizer_states_and_gradient_swap_in(group)
@@ -379,7 +382,7 @@ def _gather_rows(tensor: DTensor) -> Tensor:
 
 
 def row_stretches(shape: tuple[int, ...], ranks: int) -> list[Stretch]:
-    """Returns the elements that each rank holds of a tensor that is cut along its first dimension, as Shard(0) cuts."""
+    """Returns the elements that each rank holds of a tensor that is split along its first dimension, as by Shard(0)."""
     rows, row = shape[0], prod(shape[1:])
     most = ceil(rows / ranks)
     starts = [min(rank * most, rows) for rank in range(ranks + 1)]
