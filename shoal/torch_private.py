@@ -42,13 +42,26 @@ __all__ = [
     "call_without_hooks",
     "compile_counts",
     "default_store",
+    "gradient_hooks",
     "is_fake",
+    "post_accumulate_hooks",
     "set_group_timeout",
     "shape_and_offset",
     "skip_greeting_itself",
     "storage_key",
     "uncompiled",
 ]
+
+
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """Returns the functions that `register_hook` was given. torch has no public list of them."""
+    return [*(parameter._backward_hooks or {}).values()]
+
+
+def post_accumulate_hooks(parameter: Tensor) -> list[Any]:
+    """Returns the functions that `register_post_accumulate_grad_hook` was given."""
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(hooks or {}).values()]
 
 
 def as_shard(local: Tensor, parameter: DTensor) -> DTensor:

@@ -42,6 +42,12 @@ from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast
 from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
+from shoal.weights.parameter_extras import (
+    ParameterAttributes,
+    check_alike_on_ranks,
+    check_replaceable,
+    make_contiguous,
+)
 
 CPU = torch.device("cpu")
 
@@ -174,6 +180,10 @@ class ZeroStrategy(DistributedStrategy):
         # Structure.
         check_storable(model)
         check_shardable(model)
+        check_replaceable(model, layout.strategy)
+        attributes = ParameterAttributes(model)
+        if self.data_size > 1:
+            check_alike_on_ranks(model)
         check_dtypes(model, self._stage)
         self._transform(model, plan)
         if self._zero.cpu_checkpointing:
@@ -189,9 +199,8 @@ class ZeroStrategy(DistributedStrategy):
         # Memory. A model that was built is whole on the CPU; under stage 3 its parameters go to the device one by one.
         one_by_one = self._stage == 3 and weights.kind == "built"
         materialise(model, self.device, self._seed, weights, CPU if one_by_one else None)
-        for parameter in model.parameters():
-            if not parameter.is_contiguous():  # DeepSpeed sends them as rows of bytes
-                parameter.data = parameter.data.contiguous()
+        make_contiguous(model)  # DeepSpeed sends parameters as rows of bytes
+        attributes.restore(model)
         optimizer = builders[0](model)
         check_optimizer(optimizer, model)
         check_elementwise(optimizer)

@@ -48,6 +48,7 @@ from shoal.strategies.update import Update
 from shoal.torch_private import call_without_hooks, uncompiled
 from shoal.transform.precision import autocast
 from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
+from shoal.weights.parameter_extras import check_trainable
 
 BUILT = Weights("built")
 Exchange = Literal["overlapped", "at_step"]
@@ -88,6 +89,7 @@ class Loop:
         strategy, layout = self.strategy, self.strategy.layout
         self._check_wrap(model, builders, methods, exchange)
         check_storable(model)
+        check_trainable(model)
         at_step = layout.engine == "ddp" and (exchange == "at_step" or (exchange is None and len(builders) > 1))
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
             self._share_weights(model)  # DDP's engine does so itself

@@ -37,6 +37,12 @@ from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
 from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
+from shoal.weights.parameter_extras import (
+    ParameterAttributes,
+    check_alike_on_ranks,
+    check_replaceable,
+    make_contiguous,
+)
 
 ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
 
@@ -84,11 +90,17 @@ class NativeStrategy(DistributedStrategy):
         roots, entry = [model], plan.entry
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
         check_storable(model)
+        attributes = ParameterAttributes(model)
+        if self.data_size > 1:
+            check_alike_on_ranks(model)
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
         fsdp = layout.fsdp
         wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
         if layout.is_sharded_family:
             check_shardable(model)
+        if kind is FSDPEngine or sides["tp"] > 1:
+            check_replaceable(model, layout.strategy)
+            make_contiguous(model)
         if kind is FSDPEngine:
             check_units(model, choose_units(model, plan, *wrapped), layout.strategy)
         if layout.precision == "fp8":
@@ -105,6 +117,7 @@ class NativeStrategy(DistributedStrategy):
         with memory or nullcontext():
             offload = engine.parameter_device if engine.parameter_device != self.device else None
             materialise(model, self.device, self._seed, weights, offload)
+            attributes.restore(model)
             if layout.is_sharded_family and layout.fsdp.buffer_dtype:
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
             engine.wrap(model)

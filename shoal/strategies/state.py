@@ -53,7 +53,9 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
         for slot, value in state.optimizer.get(names[whole], {}).items():
             alike = tuple(value.shape) == tuple(whole.shape)
             part = _part(value, whole) if alike else _part(value, value)
-            kept = torch.empty(part.shape, dtype=part.dtype, device=local_part(whole).device).copy_(part)
+            # In the same order in memory as the optimizer's own, because fused kernels go through memory.
+            like = local_part(whole) if alike else torch.empty(part.shape, device=local_part(whole).device)
+            kept = torch.empty_like(like, dtype=part.dtype).copy_(part)
             sharded = alike and isinstance(parameter, DTensor)
             optimizer.state[parameter][slot] = as_shard(kept, parameter) if sharded else kept
     restore_scale(own, state)

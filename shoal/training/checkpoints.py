@@ -31,7 +31,7 @@ class Checkpoints:
     """Where a session's state is read from and written to."""
 
     def __init__(self, run: Run, session: Session, run_lock: RunLock, warn: Callable[[str], None]):
-        self.run, self.session, self._warn = run, session, warn
+        self.run, self.session, self.warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
         self.manager = CheckpointManager(
             Path(run.config.output_dir),
@@ -109,7 +109,7 @@ class Checkpoints:
             self.manager.wait()
         if error := self.manager.rotation_error:
             self.manager.rotation_error = None
-            self._warn(f"old checkpoints could not be removed: {error}; the next save tries again")
+            self.warn(f"old checkpoints could not be removed: {error}; the next save tries again")
 
     @contextmanager
     def _warns_if_unsaved(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Checkpoints:
             yield
         except OSError as error:
             failed, good = self.manager.last_attempted_step, self.manager.saved_step
-            self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
+            self.warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
         """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
@@ -137,7 +137,7 @@ class Checkpoints:
                 load_checkpoint(self.session, checkpoint, state, self.base)
                 return step, value
             where = damage or "on another rank"
-            self._warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
+            self.warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
         return None
 
 

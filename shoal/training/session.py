@@ -17,6 +17,7 @@ from shoal.training.modes import start_training_mode
 from shoal.training.optimizers import build_optimizer, freeze_ungrouped
 from shoal.types import TrainState, Weights
 from shoal.weights.materialise import build
+from shoal.weights.parameter_extras import check_trainable
 
 
 @dataclass
@@ -71,6 +72,7 @@ def assemble(
     `weights` replace the recipe's own; `edit` may change the model before it is split.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
+    check_trainable(model)
     if edit is not None:
         edit(model)
     mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))

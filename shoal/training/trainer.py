@@ -18,6 +18,7 @@ from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
+from shoal.training.forward_writes import check_forward_writes
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
@@ -128,6 +129,9 @@ class RecipeBody:
     ) -> tuple[StepOutput, StepInfo]:
         """Takes a step, watches whether what was asked for engages, and shows what is in force."""
         self._report, session, observers = None, self.session, report.shell.observers
+        check_forward_writes(
+            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy, report.shell.checkpoints.warn
+        )
         observers.meter.flops_per_sample = flops_per_sample(
             session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
         )

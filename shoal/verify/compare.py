@@ -98,6 +98,8 @@ def _random_numbers(ranks: list[Trace]) -> Check:
                     "the same samples and layers and other seeds" if shared else "other samples or layers and one seed"
                 )
                 return Check("random numbers", False, f"ranks {b} and {a} have {work}", "exact")
+        if one.reuses_seeds:
+            return Check("random numbers", False, f"rank {a} has one seed for several micro-batches", "exact")
     return Check(
         "random numbers", True, "ranks with the same samples have the same seeds, and others have not", "exact"
     )
@@ -116,6 +118,8 @@ def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]],
 def _clipping(reference: Trace, ranks: list[Trace]) -> Check:
     """Checks that clipping was in force at the first step: a norm below the limit would prove nothing about it."""
     first = min((trace.grad_norms[0] for trace in (reference, *ranks) if trace.grad_norms), default=0.0)
+    if not reference.max_norm:
+        return Check("clipping", True, "the gradient of the first step is 0, so there is nothing to clip")
     detail = f"the gradient norm of the first step, {first:.7g}, is clipped to {reference.max_norm:.7g}"
     return Check("clipping", first > reference.max_norm, detail)
 
@@ -226,7 +230,8 @@ def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
         "update alone": (reference.start, reference.updated, first.updated),
         "resumed update": (reference.updated, reference.resumed, first.resumed),
     }
-    checks = [norms]
+    skips = "an update with an infinite gradient is {}skipped"
+    checks = [norms, Check("skipping", first.skips_infinite, skips.format("" if first.skips_infinite else "NOT "))]
     for name, (before, expected, got) in updates.items():
         allowed = {
             key: UPDATE_BOUND * (expected[key] - before[key]).norm().item()

@@ -5,6 +5,8 @@ Every layout seeds its ranks and micro-batches differently, so a model that draw
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +74,17 @@ def seed_at_forward(model: nn.Module, seed: int, device: torch.device) -> Any:
             torch.get_device_module(device).manual_seed(seed)
 
     return model.register_forward_pre_hook(seed_generators, prepend=True)
+
+
+@contextmanager
+def seeds_at_forward(model: nn.Module) -> Iterator[list[int]]:
+    """Yields a list that collects the seed of the generator at each call of the model."""
+    seeds: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *_: seeds.append(torch.default_generator.initial_seed()))
+    try:
+        yield seeds
+    finally:
+        hook.remove()
 
 
 def turn_off_dropout(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
-from shoal.verify.draws import WatchDraws, seed_at_forward, turn_off_dropout
+from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
 UPDATE_LEARNING_RATE = 0.01
@@ -82,6 +83,10 @@ class Trace:
     """Of the matrix products in one step."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
+    reuses_seeds: bool = False
+    """True if the model was called with one seed for several micro-batches, in one step or in several."""
+    skips_infinite: bool = True
+    """True if an update with an infinite gradient left the weights as they were."""
     desync: str = ""
     rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
@@ -136,10 +141,10 @@ class _Tracer:
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
-            batches = iter(loader)
+            batches, seen, expected = iter(loader), set[int](), 0
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
-                with watch if step == 0 else nullcontext():
+                with watch if step == 0 else nullcontext(), seeds_at_forward(self.model) as seeds:
                     loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
                 if step == 0:
                     trace.rng = self._rng()
@@ -148,9 +153,12 @@ class _Tracer:
                     trace.gradients = self._gradients()
                     trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
                     set_learning_rate(self.optimizer, 1 / max(1.0, trace.max_norm))  # no update longer than 0.1
+                seen |= set(seeds)
+                expected += len(micro_batches) if seeds else 0  # stages of a pipeline are called instead of the model
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(loss)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
+            trace.reuses_seeds = len(seen) < expected
             trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
@@ -183,6 +191,10 @@ class _Tracer:
         self.trace.moments = {f"{name} {slot}": t for name, slots in moments.items() for slot, t in slots.items()}
         self.session.load_state(TrainState(self.trace.updated, moments))
         self.trace.resumed, _ = self._update_with(shared.later_gradients, shared.max_norm)
+        infinite = {name: torch.full_like(gradient, inf) for name, gradient in shared.gradients.items()}
+        after, _ = self._update_with(infinite, shared.max_norm)
+        self.trace.update_norms.pop()
+        self.trace.skips_infinite = all(torch.equal(after[name], t) for name, t in self.trace.resumed.items())
 
     def _update_with(
         self, gradients: dict[str, Tensor], max_norm: float

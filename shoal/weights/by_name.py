@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shoal.seeding import mix, seed_generators
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import TorchDispatchMode, storage_key
+from shoal.weights.parameter_extras import carry_over, find_reference
 
 Reset = Callable[[nn.Module, nn.Module], None]
 """A function (model, module) that initialises the parameters which the module itself holds."""
@@ -52,9 +53,12 @@ def draw(model: nn.Module, seed: int, reset: Reset | None, parameters: set[nn.Pa
 
 
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Returns `data` as a parameter of the same class; as a plain nn.Parameter if `parameter` is a DTensor."""
+    """Returns `data` as a parameter of the same class, with the same attributes and hooks; as a plain nn.Parameter if
+    `parameter` is a DTensor."""
     kind = nn.Parameter if isinstance(parameter, DTensor) else type(parameter)
-    return kind(data, requires_grad=parameter.requires_grad)
+    new = kind(data, requires_grad=parameter.requires_grad)
+    carry_over(parameter, new)
+    return new
 
 
 def why_not_by_name(model: nn.Module, constructor: InitRecorder, reset: Reset | None) -> str | None:
@@ -64,6 +68,10 @@ def why_not_by_name(model: nn.Module, constructor: InitRecorder, reset: Reset | 
     that is elsewhere, such as a loop at the end of a constructor, would silently be lost. A recipe's own `reset` only
     has to reach every parameter.
     """
+    if computed := next((name for name, buffer in model.named_buffers() if buffer.is_meta), None):
+        return f"the constructor computes the buffer {computed!r} from a parameter"
+    if place := find_reference(model):
+        return f"{place}, which would keep the parameter that is replaced"
     reset_storages: set[int] = set()
     with InitRecorder() as resets:
         for name, module in _children_first(model):

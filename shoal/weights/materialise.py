@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoal.errors import UserError, one_line
 from shoal.seeding import mix, seed_generators
 from shoal.tensors import replace_parameters
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
 from shoal.weights.from_files import check_files, parameters_to_draw, read_files
+from shoal.weights.parameter_extras import META_TWIN
 
 
 def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> tuple[nn.Module, Weights]:
@@ -30,11 +32,18 @@ def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> 
     """
     if weights.kind != "built":
         _seed_constructors(seed)  # they may draw buffers
-        with parameters_on_meta(), InitRecorder() as constructor:
-            model = build_model()
+        try:
+            with parameters_on_meta(), InitRecorder() as constructor:
+                model = build_model()
+            reason = why_not_by_name(model, constructor, weights.reset) if weights.kind == "init" else None
+        except UserError:
+            raise
+        except Exception as error:  # what reads the values of parameters in a constructor may raise anything
+            if weights.kind != "init":
+                raise
+            reason = f"its constructor needs the values of parameters ({one_line(error, limit=80)})"
         if weights.kind == "files":
             return model, replace(weights, reason=check_files(model, weights))
-        reason = why_not_by_name(model, constructor, weights.reset) if weights.kind == "init" else None
         if reason is None:
             return model, weights
         weights = Weights("built", reason)
@@ -55,9 +64,9 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is None or parameter.is_meta:
             return parameter
         # A tied parameter is registered twice, and must become the same meta parameter both times.
-        if not hasattr(parameter, "_meta_twin"):
-            parameter._meta_twin = parameter_like(parameter, parameter.to("meta"))  # type: ignore[attr-defined]
-        twin: nn.Parameter = parameter._meta_twin  # type: ignore[attr-defined]
+        if not hasattr(parameter, META_TWIN):
+            setattr(parameter, META_TWIN, parameter_like(parameter, parameter.to("meta")))
+        twin: nn.Parameter = getattr(parameter, META_TWIN)
         return twin
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's type says None

@@ -91,6 +91,13 @@ class Quiet(Ragged):
         return super().loss(output, batch) / 100
 
 
+class Silent(Ragged):
+    """Has gradients that are exactly 0."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) * 0
+
+
 class Loud(Ragged):
     """Has a gradient whose norm is far above 1, so that updates of that size would not be stable."""
 
@@ -313,6 +320,25 @@ def _seed_with(rng_key: Any) -> Any:
     return patch.object(Surroundings, "enter", enter_with_key)
 
 
+def _seed_without(index: int) -> Any:
+    """Seeds generators without the step (0) or the micro-batch (1)."""
+    enter = Surroundings.enter
+
+    def enter_without(self: Surroundings, recipe: Any, batch: Any, scale: Any, *place: Any) -> Any:
+        return enter(self, recipe, batch, scale, *place[:index], *place[index + 1 :])
+
+    return patch.object(Surroundings, "enter", enter_without)
+
+
+def _with_finite_gradients(step: Any) -> Any:
+    def step_finite(self: Update, *args: Any) -> StepInfo:
+        for gradient in self.gradients():
+            gradient.nan_to_num_(posinf=1.0)
+        return step(self, *args)
+
+    return step_finite
+
+
 def _norm_of_own_stage(norm: Any) -> Any:
     def norm_without_stages(self: ShardedUpdate, gradients: list[Tensor]) -> Tensor:
         stages, self._stages = self._stages, None
@@ -372,6 +398,9 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         "evaluation forgets a micro-batch": lambda: patch.object(
             InTurn, "score", _without_last_micro_batch(InTurn.score)
         ),
+        "steps draw the same": lambda: _seed_without(0),
+        "micro-batches draw the same": lambda: _seed_without(1),
+        "infinite gradients are applied": lambda: patch.object(Update, "step", _with_finite_gradients(Update.step)),
         "data ranks draw the same": lambda: _seed_with(lambda: (0,)),
         "tensor ranks draw differently": lambda: _seed_with(lambda: (dist.get_rank(),)),
         "norm of one stage": lambda: patch.object(ShardedUpdate, "norm", _norm_of_own_stage(ShardedUpdate.norm)),

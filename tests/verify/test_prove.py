@@ -64,6 +64,8 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
         ("missing all-reduce", "ranks agree", "replicas drifted apart"),
         ("wrong rank's data", "ranks agree", "took sample"),
         ("data ranks draw the same", "random numbers", "ranks 0 and 1 have other samples or layers and one seed"),
+        ("steps draw the same", "random numbers", "one seed for several micro-batches"),
+        ("micro-batches draw the same", "random numbers", "one seed for several micro-batches"),
         ("evaluation forgets a micro-batch", "evaluation", "on one device"),
         ("gathers everything", "matmul FLOPs", "1.00 of one device on the rank with the most, expected at most 0.5"),
     ],
@@ -90,6 +92,13 @@ def test_large_gradients_do_not_make_large_updates() -> None:
     assert seen.max_norm > 10
     moved = norm({name: seen.sgd_weights[name] - seen.start[name] for name in seen.gradients})
     assert moved <= 0.1 + 0.19 + 1e-6  # two updates of length 0.1, the second with momentum
+
+
+def test_a_model_without_gradients_is_the_same() -> None:
+    seen = trace(reference_run(ragged("Silent", global_batch_size=12), 2), 2, adamw=False)
+    checks = {check.name: check for check in compare(seen, [seen], ExpectedWork(1, None, {}), "fp32")}
+    assert seen.max_norm == 0
+    assert checks["clipping"].passed
 
 
 def test_clipping_that_was_not_in_force_is_no_proof() -> None:

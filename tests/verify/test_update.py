@@ -54,6 +54,12 @@ def test_faults_of_the_optimizer_are_found_in_half_precision(
     assert verdict.outcome == "different"
 
 
+def test_a_layout_that_applies_infinite_gradients_is_found(pool2: Pool) -> None:
+    run, bug = ragged(global_batch_size=12), "infinite gradients are applied"
+    (verdict,) = prove(run, 2, ["fsdp"], steps=2, runner=runner_on(pool2, partial(trace_with, bug)))
+    assert failed(verdict) == {"skipping": "an update with an infinite gradient is NOT skipped"}
+
+
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("stage", "fault"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -78,7 +78,7 @@ class DDPEngine(PlainEngine):
         if not isinstance(self.module, DistributedDataParallel):
             return
         model = self.module.module
-        with module_state_kept([model]):
+        with module_state_kept([model]), _written_parameters_restored(model):
             for _ in range(2 if self.layout.ddp.static_graph else 1):
                 loss = loss_of_batch()
                 loss.backward(torch.zeros_like(loss))
@@ -92,6 +92,17 @@ class DDPEngine(PlainEngine):
         else:
             advice = "set distributed.ddp.find_unused_parameters to true, or freeze or remove them"
         return UserError(f"some parameters took no part in the loss, and DDP waits for their gradients; {advice}")
+
+
+@contextmanager
+def _written_parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Gives the parameters that a forward has written, such as those of a mean teacher, their values back."""
+    before = [(p, (p._version, p.data_ptr()), p.detach().to("cpu", copy=True)) for p in model.parameters()]
+    yield
+    with torch.no_grad():
+        for parameter, written, value in before:
+            if (parameter._version, parameter.data_ptr()) != written:
+                parameter.copy_(value)
 
 
 def default_bucket_mb(model: nn.Module) -> int:
