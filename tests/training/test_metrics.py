@@ -12,11 +12,17 @@ import pytest
 import torch
 from conftest import ToyRun
 from pool import Pool
+from torch import Tensor
 
 from shoal.checkpoint import open_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
+from shoal.recipes import Recipe
+from shoal.strategies import SingleStrategy
+from shoal.strategies.measures import Measures
 from shoal.training import train
+from shoal.training.metric_objects import MetricObjects
+from shoal.types import MicroBatch
 
 METRICS = """
     seen = []
@@ -112,7 +118,10 @@ def test_the_logged_loss_is_the_mean_since_the_last_line(toy: ToyRun) -> None:
 def test_metrics_beside_the_loss(toy: ToyRun, change_recipe: Change) -> None:
     beside = '** 2).sum(), {"above": ((batch["y"] > 0.25).sum(), len(batch["y"]))}'
     change_recipe("** 2).sum()", beside)
-    console = toy.call("train", str(toy.config), "training.max_steps=2").stdout
+    console = toy.call("train", str(toy.config), "training.max_steps=2", "logging.tensorboard=true").stdout
+    (events,) = (toy.output / "tensorboard").iterdir()
+    assert b"train/above" in events.read_bytes()
+    assert b"eval/above" in events.read_bytes()
     assert 0 <= toy.metrics("eval/above")[2] <= 1
     assert f"eval above {toy.metrics('eval/above')[2]:.4g}" in console
     assert f"  above {toy.metrics('train/above')[2]:.4g}" in console
@@ -125,13 +134,17 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp": (2, ["recipe=toy_recipe:Divisible", "distributed.strategy=mesh", "distributed.mesh={pp: 2, dp_shard: 1}"]),
     "zbv": (
         2,
-        ["recipe=toy_recipe:Deep", "distributed.strategy=mesh", "distributed.mesh={pp: 2, dp_shard: 1}"]
-        + ["distributed.pipeline.schedule=zbv", "training.batch_size=1"],
+        [
+            *("recipe=toy_recipe:Deep", "distributed.strategy=mesh", "distributed.mesh={pp: 2, dp_shard: 1}"),
+            *("distributed.pipeline.schedule=zbv", "training.batch_size=1"),
+        ],
     ),
     "hybrid": (
         4,
-        ["distributed.strategy=fsdp", "distributed.fsdp.sharding_strategy=HYBRID_SHARD"]
-        + ["distributed.mesh.dp_replicate=2", "training.batch_size=1"],
+        [
+            *("distributed.strategy=fsdp", "distributed.fsdp.sharding_strategy=HYBRID_SHARD"),
+            *("distributed.mesh.dp_replicate=2", "training.batch_size=1"),
+        ],
     ),
 }
 DEEP = """
@@ -211,9 +224,11 @@ def test_objects_are_computed_over_a_line_and_over_an_evaluation(with_objects: T
     assert toy.metrics("eval/top") == {step: pytest.approx(16 / 17) for step in (3, 4)}  # not training's maximum
     assert top[4] > 0.97  # 120 of 103 samples: evaluating at step 3 did not lose what steps 2 and 3 had
     assert set(toy.metrics("eval/mae")) == set(toy.metrics("eval/rank")) == {3, 4}
+    report = (toy.output / "report.txt").read_text()
+    assert "Toy.metrics, with the torchmetrics objects scores.mae (MeanAbsoluteError), scores.r2.0 (Spearman" in report
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_objects_are_saved_with_the_run(pool2: Pool, with_objects: ToyRun, ranks: int) -> None:
     toy, names = with_objects, ["train/mae", "train/rank", "train/top", "eval/mae", "eval/rank"]
     options = [*RESUMED, f"experiment.output_dir={toy.folder}/whole"]
@@ -234,6 +249,7 @@ def test_objects_are_saved_with_the_run(pool2: Pool, with_objects: ToyRun, ranks
     assert values(toy.output, *names) == values(toy.folder / "whole", *names)
 
 
+@pytest.mark.slow  # importing torchmetrics takes seconds in every process
 def test_objects_over_ranks_have_all_samples_once(pool2: Pool, with_objects: ToyRun) -> None:
     one = train_quietly(with_objects.config, SHORT)
     options = [*SHORT, f"experiment.output_dir={with_objects.folder}/two"]
@@ -242,12 +258,12 @@ def test_objects_over_ranks_have_all_samples_once(pool2: Pool, with_objects: Toy
         assert first[name] == second[name] == pytest.approx(one[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_run_with_objects_moves_to_another_number_of_ranks(pool2: Pool, with_objects: ToyRun) -> None:
     toy, options = with_objects, [*SHORT[1:], "training.global_batch_size=4", "checkpoint.every=5", "logging.every=7"]
     one = train_quietly(toy.config, [*options, f"experiment.output_dir={toy.folder}/one"])
     pool2.run(train_quietly, toy.config, options, init=False)
-    for step in (8,):
-        shutil.rmtree(toy.output / "checkpoints" / f"step_{step:08d}")
+    shutil.rmtree(toy.output / "checkpoints" / "step_00000008")
     train_quietly(toy.config, options)
     for name in ("train/mae", "train/rank", "train/top"):
         assert toy.metrics(name)[7] == pytest.approx(toy.metrics(name, toy.folder / "one")[7], rel=1e-4), name
@@ -306,6 +322,7 @@ def test_several_sets_are_evaluated_by_name(measured: Callable[[str], ToyRun], c
     assert outcome.metrics["eval/small/above"] == 2 / 5  # 0.6 and 0.8
     assert outcome.metrics["eval/large/above"] == sum((i / 17) ** 2 > 0.25 for i in range(17)) / 17
     assert outcome.best_step in (2, 4)
+    assert "sets small, large" in (toy.output / "report.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -343,7 +360,8 @@ def test_a_metric_may_be_a_view_or_be_changed_later(measured: Callable[[str], To
     """A number that the recipe goes on changing is the one that it was when it was returned."""
     toy = measured('{"calls": (self.count_calls(), 1)}')
     recipe = toy.folder / "toy_recipe.py"
-    counting = "    calls = torch.zeros(3)\n\n    def count_calls(self):\n        self.calls += 1\n        return self.calls[0]\n"
+    counting = "    calls = torch.zeros(3)\n\n    def count_calls(self):\n"
+    counting += "        self.calls += 1\n        return self.calls[0]\n"
     recipe.write_text(recipe.read_text().replace("    seen = []\n", f"    seen = []\n{counting}"))
     toy.train("logging.every=2", "training.max_steps=4")
     assert toy.metrics("train/calls") == {1: 1, 2: 2, 4: 3.5}
@@ -366,22 +384,36 @@ def test_fillers_are_not_measured(pool2: Pool, measured: Callable[[str], ToyRun]
     assert toy.metrics("train/samples") == {1: 2.0, 2: 1.0}  # in step 2 the second rank has a filler alone
 
 
-def test_torch_is_not_waited_for(measured: Callable[[str], ToyRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two lines nobody reads a number: the meter keeps them."""
-    toy = measured(EXACT)
-    steps: list[str] = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
-        original = getattr(torch.Tensor, name)
+class OnMeta(Recipe):
+    def loss(self, output: Tensor, batch: Any) -> Any:
+        return output.sum(), {"largest": output.max()}
 
-        def read(tensor: Any, *args: Any, original: Any = original, name: str = name) -> Any:
-            import traceback
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
+        return {"mean": output.mean(), "above": ((output > 0).sum(), len(output)), "of": (3, output.count_nonzero())}
 
-            callers = [frame for frame in traceback.extract_stack() if "strategies/measures.py" in frame.filename]
-            steps.extend(frame.name for frame in callers if frame.name in ("_add", "_sum_of", "_number"))
-            return original(tensor, *args)
 
-        monkeypatch.setattr(torch.Tensor, name, read)
-    toy_recipe = toy.folder / "toy_recipe.py"
-    toy_recipe.write_text(toy_recipe.read_text().replace('self.seen.append(batch["x"].flatten().tolist())', "pass"))
-    toy.train("training.max_steps=3")
-    assert steps == []
+def test_nothing_waits_for_the_device() -> None:
+    """Tensors on meta have no values, so whoever reads one fails."""
+    micro = MicroBatch(None, [0], [0])
+    for count in (4, torch.ones((), device="meta", dtype=torch.int64)):
+        measures = Measures(OnMeta(), [micro, micro], [count, count])
+        for index in range(2):
+            measures.loss(torch.ones(4, device="meta", requires_grad=True), None, index)
+        assert measures.by_name.keys() == {"largest", "mean", "above", "of"}
+        tensors = [number for pair in measures.by_name.values() for number in pair if isinstance(number, Tensor)]
+        assert {(one.device.type, one.requires_grad) for one in tensors} == {("meta", False)}
+        assert {one.dtype for one in tensors} <= {torch.float64, torch.int64}
+
+
+def test_objects_of_two_ranks_go_on_as_one(toy: ToyRun) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    recipe = Recipe()
+    recipe.sum, recipe.max, recipe.all = torchmetrics.SumMetric(), torchmetrics.MaxMetric(), torchmetrics.CatMetric()
+    objects = MetricObjects(recipe, SingleStrategy(device="cpu"))
+    stored = {"metrics.sum.sum_value.0-of-2": torch.tensor(3.0), "metrics.sum.sum_value.1-of-2": torch.tensor(4.0)}
+    stored |= {"metrics.max.max_value.0-of-2": torch.tensor(3.0), "metrics.max.max_value.1-of-2": torch.tensor(2.0)}
+    stored |= {"metrics.all.value.1-of-2": torch.tensor([4.0])}  # rank 0 had an empty list
+    objects.load(stored)
+    assert objects.compute({"s": "sum", "m": "max", "a": "all"}) == {"s": 7.0, "m": 3.0, "a": 4.0}
+    objects.load({"metrics.sum.sum_value.0-of-1": torch.zeros(2)})  # of another shape
+    assert recipe.sum.metric_state["sum_value"].tolist() == 0
