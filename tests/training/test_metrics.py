@@ -16,9 +16,11 @@ from torch import Tensor
 
 from shoal.checkpoint import open_checkpoint
 from shoal.config import load_run
+from shoal.config.schema import Config
 from shoal.errors import UserError
+from shoal.processes.world import World
 from shoal.recipes import Recipe
-from shoal.strategies import SingleStrategy
+from shoal.strategies import SingleStrategy, from_config
 from shoal.strategies.measures import Measures
 from shoal.training import train
 from shoal.training.metric_objects import MetricObjects
@@ -424,5 +426,26 @@ def test_objects_of_two_ranks_go_on_as_one(toy: ToyRun) -> None:
     stored |= {"metrics.all.value.1-of-2": torch.tensor([4.0])}  # rank 0 had an empty list
     objects.load(stored)
     assert objects.compute({"s": "sum", "m": "max", "a": "all"}) == {"s": 7.0, "m": 3.0, "a": 4.0}
+    recipe.sum.sum_value = torch.tensor(9.0)
+    assert objects.compute({"s": "sum"}) == {"s": 9.0}  # not a cached value: other ranks would wait for this one
     objects.load({"metrics.sum.sum_value.0-of-1": torch.zeros(2)})  # of another shape
     assert recipe.sum.metric_state["sum_value"].tolist() == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reports"),
+    [
+        ({"tp": 2}, [True, False]),
+        ({"pp": 2}, [False, True]),
+        ({"pp": 2, "schedule": "zbv"}, [True, False]),
+        ({"cp": 2}, [True, True]),
+        ({"dp_shard": 2}, [True, True]),
+    ],
+)
+def test_each_sample_is_reported_by_one_rank(mesh: dict[str, Any], reports: list[bool]) -> None:
+    sides, schedule = {key: value for key, value in mesh.items() if key != "schedule"}, mesh.get("schedule", "1f1b")
+    tree = {"strategy": "mesh", "mesh": {"dp_shard": 1, **sides}, "pipeline": {"schedule": schedule}}
+    config = Config.model_validate(
+        {"recipe": "bdh", "training": {"max_steps": 1, "device": "cpu"}, "distributed": tree}
+    )
+    assert [from_config(config, World(rank, 2)).reports_metrics for rank in range(2)] == reports
