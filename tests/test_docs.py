@@ -86,6 +86,34 @@ def test_the_recipe_in_the_docs_trains(tmp_path: Path, monkeypatch: pytest.Monke
         assert losses[-1] < losses[0] / 10
 
 
+def test_the_metrics_in_the_docs_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = ROOT / "docs" / "recipes.md"
+    (recipe,) = [block for block in blocks(page, "python") if "class Classifier" in block]
+    (config,) = [block for block in blocks(page, "yaml") if "flowers:Classifier" in block]
+    (tmp_path / "flowers.py").write_text(recipe)
+    (tmp_path / "flowers.yaml").write_text(config)
+    result = call_shoal(tmp_path, "train", "flowers.yaml", "logging.tensorboard=false")
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split("eval new accuracy ")[-1].split()[0]) > 0.6
+    assert re.search(r"best: step \d+, eval/new/accuracy 0\.\d+", result.stdout)
+
+
+@pytest.mark.slow  # importing torchmetrics takes seconds
+def test_the_torchmetrics_object_in_the_docs_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = [
+        block
+        for block in blocks(ROOT / "docs" / "recipes.md", "python")
+        if "Classifier)" in block or "r(Recipe" in block
+    ]
+    (tmp_path / "flowers_f1.py").write_text("\n".join(shown))
+    (tmp_path / "run.yaml").write_text("recipe: flowers_f1:WithF1\ntraining: {max_steps: 3, batch_size: 20}\n")
+    result = call_shoal(tmp_path, "train", "run.yaml", "logging.tensorboard=false", "training.learning_rate=0.01")
+    assert result.returncode == 0, result.stderr
+    assert "eval new f1 0." in result.stdout
+
+
 def test_the_table_of_methods_has_all_of_them() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     names = [name for name in vars(Recipe) if not name.startswith("_") and name != "Config"]

@@ -132,6 +132,11 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
     It needs neither processes nor the model, so that a command can check before it starts anything.
     """
     layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
+    if layout.loss_chunks > 1 and recipe.has_metrics:
+        raise UserError(
+            f"training.loss_chunks = {layout.loss_chunks}: the head gives the loss and no logits for "
+            f"{type(recipe).__name__}.metrics; set it to 1, or remove metrics"
+        )
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule

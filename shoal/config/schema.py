@@ -199,7 +199,8 @@ class CheckpointConfig(Section):
     keep_best: NonNegative = 0
     """Number of best checkpoints to keep as well. A step whose evaluation is among the best is saved at once."""
     metric: str = "eval/loss"
-    """The metric that decides which checkpoints are best."""
+    """The metric of an evaluation that decides which checkpoints are best: `eval/loss`, or `eval/<name>` of the
+    recipe's metrics; `eval/<set>/<name>` if there are several sets."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller (`min`) or a larger (`max`) metric is better."""
     keep_every: Positive | None = None
@@ -256,7 +257,7 @@ ConsoleMode = Literal["auto", "rich", "plain", "off"]
 
 class LoggingConfig(Section):
     every: Positive = 10
-    """Log after every n-th step."""
+    """Log after every n-th step: means over the steps since the last line."""
     console: ConsoleMode = "auto"
     """`rich`: a live progress bar. `plain`: lines. `auto`: `rich` on a terminal, else `plain`. `off`: only warnings, on
     standard error."""

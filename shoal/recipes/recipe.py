@@ -28,6 +28,13 @@ class Recipe:
     unit = "samples"
     """The name of what `count` counts, for the log."""
 
+    has_metrics = False
+    """True if the class defines `metrics`; it is set for every subclass."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.has_metrics = cls.metrics is not Recipe.metrics
+
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
 
@@ -48,7 +55,8 @@ class Recipe:
         raise UserError(f"recipe {type(self).__name__} needs train_data(self)")
 
     def eval_data(self) -> Any:
-        """Returns the data for evaluation, of the kind that `train_data` returns, or None."""
+        """Returns the data for evaluation, of the kind that `train_data` returns, or a dict of several such sets by
+        name, or None."""
         return None
 
     def collate(self, samples: list[Any]) -> Any:
@@ -101,9 +109,20 @@ class Recipe:
             "sequence_length(self, batch) -> int"
         )
 
-    def loss(self, output: Any, batch: Any) -> Tensor:
-        """Returns the SUM of the losses of a batch; shoal divides it by the count of the global batch."""
+    def loss(self, output: Any, batch: Any) -> Any:
+        """Returns the SUM of the losses of a batch; shoal divides it by the count of the global batch.
+
+        It may return `(loss, metrics)`, with metrics as the method `metrics` returns them.
+        """
         raise UserError(f"recipe {type(self).__name__} needs loss(self, output, batch) -> Tensor")
+
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, Any]:
+        """Returns numbers to log by name: `(sum, count)`, a tensor that is a mean over the batch's `count`, or a
+        torchmetrics object in an attribute of the recipe.
+
+        It is called without gradients, in training and in evaluation.
+        """
+        return {}
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Returns the parameter groups of the optimizer. By default norms, biases and embeddings have no weight

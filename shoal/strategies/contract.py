@@ -20,6 +20,7 @@ from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
+from shoal.parallel.pipeline.stages import count_stages, stages_of
 from shoal.parallel.tensor.sequence_parallel import check_length
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.processes.desync import check_replicas
@@ -28,6 +29,7 @@ from shoal.processes.world import World
 from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped
+from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
@@ -87,6 +89,10 @@ class DistributedStrategy(ABC):
         self.data_rank, self.data_size = data_rank(place, layout.mesh), data_size(layout.mesh)
         self.is_data_leader = not any(place[side] for side in ("pp", "cp", "tp"))
         """True for the first of the ranks that work on the same samples."""
+        pp, last_stage = layout.mesh["pp"], count_stages(layout.mesh["pp"], layout.schedule) - 1
+        self.reports_metrics = place["tp"] == 0 and last_stage in stages_of(place["pp"], pp, layout.schedule)
+        """True for the ranks whose metrics add up to those of the global batch: of a tensor-parallel group the first,
+        of a pipeline those with the last stage."""
         self.device = find_device(device, world.local_rank)
         check_precision(layout.precision, layout.tf32, self.device)
         if layout.strategy in ("fsdp", "mesh", "deepspeed") and self.device.type not in ("cpu", "cuda"):
@@ -201,12 +207,14 @@ class DistributedStrategy(ABC):
         """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
         self._start_step()
         batches = self._prepare_batches(micro_batches, recipe)
-        count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
+        counts = [recipe.count(batch) for batch in batches]
+        count = self.sum_over_data(self._sum(counts, micro_batches))
         per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
-        losses = self._executor.forward_backward(batches, scales, recipe, step)
+        measures = Measures(recipe, micro_batches, counts)
+        losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
-        return StepOutput(total, count)
+        return StepOutput(total, count, measures.by_name)
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
         """Clips the gradient to `max_norm`, updates, and clears it; an update that is not finite is skipped."""
@@ -219,9 +227,11 @@ class DistributedStrategy(ABC):
     def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
         """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
         batches = self._prepare_batches(micro_batches, recipe)
-        losses = self._executor.score(model, batches, recipe)
-        count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
-        return StepOutput(self.sum_over_data(self._sum(losses, micro_batches)), self.sum_over_data(count))
+        counts = [recipe.count(batch) for batch in batches]
+        measures = Measures(recipe, micro_batches, counts)
+        total = self._sum(self._executor.score(model, batches, recipe, measures), micro_batches)
+        count = self._sum(counts, micro_batches)
+        return StepOutput(self.sum_over_data(total), self.sum_over_data(count), measures.by_name)
 
     @abstractmethod
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:

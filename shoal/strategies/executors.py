@@ -14,6 +14,7 @@ from shoal.errors import UserError
 from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.measures import Measures
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
 from shoal.types import Objective
@@ -54,17 +55,17 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, measures: Measures, step: int
     ) -> list[Tensor]:
         """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward."""
         engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
-                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, step, 0))
+                engine.warm_up(lambda: self._warm_up_loss(batches[0], recipe, measures, step))
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 with engine.accumulate(index == last):
                     with self.surroundings.enter(recipe, batch, scale, step, index):
-                        loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
+                        loss = measures.loss(engine.module(**recipe.inputs(batch)), batch, index)
                     if loss.ndim:
                         raise UserError(NOT_SCALAR.format([*loss.shape]))
                     if engine.backward is None:
@@ -78,13 +79,17 @@ class InTurn:
             raise explained from error
         return losses
 
-    def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
+    def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective, measures: Measures) -> list[Tensor]:
         """Computes the losses without a backward."""
-        return [self._loss(model, b, recipe, "eval", index).float() for index, b in enumerate(batches)]
+        losses = []
+        for index, batch in enumerate(batches):
+            with self.surroundings.enter(recipe, batch, None, "eval", index):
+                losses.append(measures.loss(model(**recipe.inputs(batch)), batch, index).float())
+        return losses
 
-    def _loss(self, model: nn.Module, batch: Any, recipe: Objective, *place: int | str) -> Tensor:
-        with self.surroundings.enter(recipe, batch, None, *place):
-            return recipe.loss(model(**recipe.inputs(batch)), batch)
+    def _warm_up_loss(self, batch: Any, recipe: Objective, measures: Measures, step: int) -> Tensor:
+        with self.surroundings.enter(recipe, batch, None, step, 0):
+            return measures.loss_alone(self.engine.module(**recipe.inputs(batch)), batch)
 
 
 class Overlapped:
@@ -94,22 +99,22 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, measures: Measures, step: int
     ) -> list[Tensor]:
         losses = self._zeros(len(batches))
 
         def score(output: Any, index: int) -> Tensor:
-            loss = recipe.loss(output, batches[index])
+            loss = measures.loss(output, batches[index], index)
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
         self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
         return self._from_last_stage(losses)
 
-    def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
+    def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective, measures: Measures) -> list[Tensor]:
         inputs = [recipe.inputs(batch) for batch in batches]
         enter = self._enter(recipe, batches, [None] * len(batches), "eval")
-        losses = self.pipeline.evaluate(inputs, lambda output, i: recipe.loss(output, batches[i]).float(), enter)
+        losses = self.pipeline.evaluate(inputs, lambda output, i: measures.loss(output, batches[i], i).float(), enter)
         return self._from_last_stage(losses or self._zeros(len(batches)))
 
     def _enter(

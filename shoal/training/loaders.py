@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from shoal.config.schema import Config, TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.seeding import mix, seed_generators
+from shoal.strategies.measures import NAME
 from shoal.training.resume import Progress
 from shoal.training.session import Session
 
-EVAL_LOSS = "eval/loss"
-"""The metric that an evaluation gives, by which a checkpoint may be the best."""
+EVAL_PREFIX = "eval/"
+"""What the names of an evaluation's metrics begin with."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class Data:
     """What the recipe gives to train and to evaluate on."""
 
     train: Any
-    evaluation: Any
+    evaluation: Mapping[str, Any]
+    """The sets to evaluate by what the names of their metrics begin with: `eval/` for a single one, `eval/<set>/` for
+    several, and nothing if there are none."""
 
     @property
     def epoch_size(self) -> int | None:
@@ -40,19 +45,43 @@ def open_data(recipe: Any, config: Config) -> Data:
     seed_generators(mix(config.experiment.seed, "train_data"))
     train = recipe.train_data()
     seed_generators(mix(config.experiment.seed, "eval_data"))
-    data = Data(train, recipe.eval_data())
+    data = Data(train, _evaluation_sets(recipe))
     if training.num_epochs and data.epoch_size is None:
         raise UserError("training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps")
-    if training.eval_steps and data.evaluation is None:
+    if training.eval_steps and not data.evaluation:
         raise UserError(f"training.eval_steps = {training.eval_steps}, but the recipe has no evaluation data")
-    if saving.keep_best and data.evaluation is None:
+    if saving.keep_best and not data.evaluation:
         raise UserError(
             f"checkpoint.keep_best = {saving.keep_best}, but the recipe has no evaluation data to tell the best by; "
             "set it to 0 or give the recipe eval_data"
         )
-    if saving.keep_best and saving.metric != EVAL_LOSS:
-        raise UserError(f"checkpoint.metric = {saving.metric!r}, but an evaluation gives {EVAL_LOSS}; use that")
+    if saving.keep_best and not any(saving.metric.startswith(prefix) for prefix in data.evaluation):
+        raise unknown_metric(saving.metric, [f"{prefix}loss" for prefix in data.evaluation])
     return data
+
+
+def _evaluation_sets(recipe: Any) -> dict[str, Any]:
+    data = recipe.eval_data()
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+        return {EVAL_PREFIX: data}
+    who = f"recipe {type(recipe).__name__}: eval_data"
+    if not data:
+        raise UserError(f"{who} returned an empty dict; return datasets by name, or None")
+    for name in data:
+        if not NAME.fullmatch(name):
+            raise UserError(f"{who} has a set with the name {name!r}; use letters, digits and _ . - /")
+    return {f"{EVAL_PREFIX}{name}/": dataset for name, dataset in data.items()}
+
+
+def unknown_metric(metric: str, names: Sequence[str]) -> UserError:
+    """Returns the error for a `checkpoint.metric` that an evaluation does not give; it gives `names`."""
+    near = get_close_matches(metric, names, n=3, cutoff=0.4) or names[:3]
+    more = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
+    return UserError(
+        f"checkpoint.metric = {metric!r}: an evaluation does not give it; it gives {', '.join(near)}{more}"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +89,8 @@ class Loaders:
     """The loaders of a run, at the position where it goes on."""
 
     train: Loader
-    evaluation: Loader | None
+    evaluation: Mapping[str, Loader]
+    """By what the names of their metrics begin with, such as `eval/`."""
     total_steps: int
     """The steps of the whole run, from its beginning to its end."""
     epoch_size: int | None
@@ -76,17 +106,15 @@ def open_loaders(session: Session, config: Config, data: Data, progress: Progres
     end = training.num_epochs * data.epoch_size if training.num_epochs and data.epoch_size else None
     train = session.loader(data.train, progress.batches, position=progress.samples, end=end, **options)
     resources.enter_context(closing(train))
-    evaluation = None
-    if data.evaluation is not None:
-        batch_size = progress.batches.phases[0].batch_size
-        whole = batch_size * session.strategy.data_size
-        limit = len(data.evaluation) if hasattr(data.evaluation, "__len__") else None
+    evaluation: dict[str, Loader] = {}
+    batch_size = progress.batches.phases[0].batch_size
+    whole = batch_size * session.strategy.data_size
+    for prefix, dataset in data.evaluation.items():
+        limit = len(dataset) if hasattr(dataset, "__len__") else None
         if training.eval_batches:
             limit = min(limit or training.eval_batches * whole, training.eval_batches * whole)
-        evaluation = session.loader(
-            data.evaluation, BatchSchedule.constant(whole, batch_size), end=limit, shuffle=False, **options
-        )
-        resources.enter_context(closing(evaluation))
+        loader = session.loader(dataset, BatchSchedule.constant(whole, batch_size), end=limit, shuffle=False, **options)
+        evaluation[prefix] = resources.enter_context(closing(loader))
     return Loaders(train, evaluation, count_steps(training, data.epoch_size, progress), data.epoch_size)
 
 

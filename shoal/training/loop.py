@@ -157,12 +157,13 @@ class Shell:
     def log(self, body: Body, micro_batches: Sequence[MicroBatch]) -> None:
         """Reads the numbers of the last steps from the device, for which the host waits."""
         self.watchdog.at("reading metrics", self.step)
-        metrics = {**self.observers.meter.read(self.loaders.train), **body.log()}
+        # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
+        in_files = self._due(self.config.logging.every) or self.step in (1, self.total_steps)
+        metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log()}
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size
-        # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
-        self._publish(metrics, in_files=self._due(self.config.logging.every) or self.step in (1, self.total_steps))
+        self._publish(metrics, in_files)
         skipped, limit = self.observers.meter.skipped_in_a_row, self.config.training.max_skipped_steps
         if skipped >= limit:
             culprit = body.explain_skips(micro_batches)
@@ -175,7 +176,7 @@ class Shell:
             )
 
     def evaluate(self, body: Body) -> None:
-        if self.loaders.evaluation is None:
+        if not self.loaders.evaluation:
             return
         self.watchdog.at("evaluation", self.step)
         if (evaluation := body.evaluate(self)) is not None:
@@ -194,6 +195,7 @@ class Shell:
             "step": self.step,
             "samples": self.loaders.train.position,
             "skipped_steps": self.observers.meter.skipped_steps(),
+            "since_log": self.observers.meter.since_log().as_json(),
         }
         self.checkpoints.save(progress, self._evaluation if self._evaluated_step == self.step else None)
         self._save_soon = False

@@ -12,9 +12,10 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
 from shoal.errors import UserError
 from shoal.observe.flops import count_forward_flops, peak_flops
-from shoal.strategies import DistributedStrategy
 from shoal.strategies.contract import prepare_batch
 from shoal.tensors import map_tensors
+from shoal.training.metric_sums import SinceLog, add_up, means, sum_over_ranks, to_host
+from shoal.training.session import Session
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
@@ -22,15 +23,25 @@ class Meter:
     """Keeps each step's results on the device; the host waits for them only in `read` and before a checkpoint."""
 
     def __init__(
-        self, strategy: DistributedStrategy, unit: str, training: TrainingConfig, loader: Loader, skipped_steps: int
+        self,
+        session: Session,
+        training: TrainingConfig,
+        loader: Loader,
+        skipped_steps: int = 0,
+        since_log: SinceLog | None = None,
     ):
-        self._unit = unit
+        """`skipped_steps` and `since_log` are those of the checkpoint that the run goes on from."""
+        strategy = self._strategy = session.strategy
+        self._unit, self._objects = session.recipe.unit, session.metric_objects
         precision = training.mixed_precision.removeprefix("pure_")
         peak = peak_flops(strategy.device, "tf32" if training.tf32 and precision == "fp32" else precision)
         self._peak_flops = peak and peak * strategy.world_size
         self._steps: list[tuple[StepOutput, StepInfo]] = []
         self._counted = 0.0
         self._skipped_steps = skipped_steps
+        self._since_log = since_log or SinceLog()
+        known = self._since_log.object_paths.items()  # the recipe may have changed since
+        self._since_log.object_paths = {name: path for name, path in known if path in self._objects.by_path}
         self.skipped_in_a_row = 0
         self.flops_per_sample: float | None = None
         self.restart_clock(loader)
@@ -39,13 +50,19 @@ class Meter:
         """Keeps a step's results. Adding them up here would launch a handful of kernels in every step."""
         self._steps.append((output, info))
 
-    def read(self, loader: Loader) -> dict[str, float]:
-        """Returns loss and norm of the last step, and rates since the clock was last restarted; restarts the clock."""
-        output, info = self._steps[-1]
+    def read(self, loader: Loader, restart: bool = True) -> dict[str, float]:
+        """Returns the mean loss and the recipe's metrics since the last line, the norm of the last step, and rates
+        since the clock was last restarted; restarts the clock.
+
+        Without `restart` the next line begins where this one began. All ranks call it together.
+        """
+        _, info = self._steps[-1]
         self._settle()
-        seconds = max(time.perf_counter() - self._since, 1e-9)
+        seconds, since_log = max(time.perf_counter() - self._since, 1e-9), self._since_log
+        measured = {**means(since_log.metrics), **self._objects.compute(since_log.object_paths)}
         metrics = {
-            "train/loss": output.loss.item(),
+            "train/loss": since_log.loss,
+            **{f"train/{name}": value for name, value in measured.items()},
             "train/grad_norm": info.grad_norm.item(),
             "train/skipped_steps": self._skipped_steps,
             f"train/{self._unit}_per_second": self._counted / seconds,
@@ -54,12 +71,20 @@ class Meter:
         if self.flops_per_sample and self._peak_flops:
             samples_per_second = (loader.position - self._position) / seconds
             metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
+        if restart:
+            self._objects.reset(since_log.object_paths)
+            self._since_log = SinceLog()
         self.restart_clock(loader)
         return metrics
 
     def skipped_steps(self) -> int:
         self._settle()
         return self._skipped_steps
+
+    def since_log(self) -> SinceLog:
+        """Returns what a checkpoint needs, so that a resumed run writes the same next line."""
+        self._settle()
+        return self._since_log
 
     def restart_clock(self, loader: Loader) -> None:
         """Leaves the time until now, such as that of an evaluation, out of the rates."""
@@ -69,12 +94,24 @@ class Meter:
         self._since = time.perf_counter()
 
     def _settle(self) -> None:
-        """Waits for the steps since the last call, and adds them up."""
+        """Waits for the steps since the last call, and adds them up, one after another and in float64.
+
+        So a line of the log does not depend on where checkpoints and evaluations settled in between.
+        """
         if not self._steps:
             return
-        self._counted += torch.stack([output.count for output, _ in self._steps]).sum().item()
+        since_log = self._since_log
+        totals = torch.stack([output.total for output, _ in self._steps]).tolist()
+        counts = torch.stack([output.count for output, _ in self._steps]).tolist()
+        for total, count in zip(totals, counts, strict=True):
+            since_log.total, since_log.count = since_log.total + total, since_log.count + count
+            self._counted += count
         if self._counted == inf:
             raise UserError("the recipe's count of a batch is infinite; it must be a finite number, at least 0")
+        measured = [output.metrics for output, _ in self._steps]
+        sums, paths = sum_over_ranks(self._strategy, to_host(measured), self._objects.paths_of(measured))
+        since_log.metrics = add_up(sums, since_log.metrics)
+        since_log.object_paths |= paths
         for skipped in torch.stack([info.skipped for _, info in self._steps]).tolist():
             self._skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

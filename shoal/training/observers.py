@@ -90,7 +90,7 @@ def open_observers(
     """Opens them at the step where the run goes on. `evaluates_again`: the last evaluation was cut short."""
     config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
     logging, step = config.logging, progress.step
-    meter = Meter(strategy, session.recipe.unit, config.training, loaders.train, progress.skipped_steps)
+    meter = Meter(session, config.training, loaders.train, progress.skipped_steps, progress.since_log)
     speaks, loggers = strategy.is_main_process, Loggers()
     if speaks:
         loggers = open_loggers(logging, folder, config.experiment.name, run.tree(), step, evaluates_again)

@@ -13,6 +13,7 @@ from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.torch_private import CompileCounts, compile_counts
+from shoal.training.loaders import EVAL_PREFIX
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -120,6 +121,12 @@ class Report:
             f"{shell.loaders.epoch_size:,} samples an epoch" if shell.loaders.epoch_size else "a stream",
             ("dataset.name",),
         )
+        if sets := [prefix.removeprefix(EVAL_PREFIX).rstrip("/") for prefix in shell.loaders.evaluation]:
+            yield "evaluation", f"sets {', '.join(sets)}" if sets != [""] else "one set", ("training.eval_steps",)
+        if session.recipe.has_metrics:
+            objects = [f"{path} ({type(one).__name__})" for path, one in session.metric_objects.by_path.items()]
+            found = f", with the torchmetrics objects {', '.join(objects)}" if objects else ""
+            yield "metrics", f"{type(session.recipe).__name__}.metrics{found}", ()
         first, *later = checkpoints.progress.batches.phases
         yield (
             "batch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
+from shoal.training.metric_sums import SinceLog
 from shoal.training.optimizers import kept_slots
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
@@ -38,6 +39,8 @@ class Progress:
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    since_log: SinceLog = field(default_factory=SinceLog)
+    """What the next line of the log adds to."""
     evaluated: bool = False
     """True if the step of the checkpoint was evaluated before it was saved."""
     started_from: str = "scratch"
@@ -63,6 +66,7 @@ def restore(
             if "config" not in checkpoint.manifest:
                 raise UserError(f"{folder} was saved by a loop of its own; load it with Loop.load")
             _check_position(checkpoint)
+            since_log = _since_log(checkpoint)
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
             check_same_run(checkpoint, run.tree(), allowed)
             change = _optimizer_change(checkpoint, run)
@@ -85,6 +89,7 @@ def restore(
             batches=batches,
             started_from=str(folder),
             weights_from=str(folder),
+            since_log=since_log,
             evaluated="metrics" in checkpoint.trainer,
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             **{key: checkpoint.trainer[key] for key in COUNTS},
@@ -162,6 +167,15 @@ def _check_position(checkpoint: Checkpoint) -> None:
         raise DamagedCheckpoint(
             f"{checkpoint.folder}: its manifest or trainer.json lacks a valid step, position or batch size"
         )
+
+
+def _since_log(checkpoint: Checkpoint) -> SinceLog:
+    """Returns the sums since the last line of the log; earlier versions stored none."""
+    try:
+        stored = checkpoint.trainer.get("since_log")
+        return SinceLog() if stored is None else SinceLog.from_json(stored)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise DamagedCheckpoint(f"{checkpoint.folder}: the sums since the last line of the log are damaged") from None
 
 
 def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:

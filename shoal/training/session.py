@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
+from shoal.errors import UserError
 from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy
+from shoal.training.metric_objects import MetricObjects
 from shoal.training.modes import start_training_mode
 from shoal.training.optimizers import build_optimizer, freeze_ungrouped
-from shoal.types import TrainState, Weights
+from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import build
 from shoal.weights.parameter_extras import check_trainable
 
@@ -39,6 +41,8 @@ class Session:
     """What is unusual about the training or evaluation mode of its modules, for the report; empty if nothing is."""
     ungrouped: list[str]
     """The parameters that were frozen because they are in no parameter group."""
+    metric_objects: MetricObjects
+    """The torchmetrics objects of the recipe."""
 
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
@@ -52,10 +56,12 @@ class Session:
         return Loader(data, self.recipe.collate, batches, **options)
 
     def state(self) -> TrainState:
-        return self.strategy.state(self.model, self.optimizer)
+        state = self.strategy.state(self.model, self.optimizer)
+        return replace(state, strategy={**state.strategy, **self.metric_objects.state()})
 
     def load_state(self, state: TrainState) -> None:
         self.strategy.load_state(self.model, self.optimizer, state)
+        self.metric_objects.load(state.strategy)
 
 
 def assemble(
@@ -77,8 +83,23 @@ def assemble(
         edit(model)
     mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
+    _check_logits(recipe, strategy, plan)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
     model, optimizer = strategy.prepare(
         model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
     )
-    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped)
+    objects = MetricObjects(recipe, strategy)
+    return Session(
+        recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped, objects
+    )
+
+
+def _check_logits(recipe: Any, strategy: DistributedStrategy, plan: ParallelPlan) -> None:
+    """Refuses metrics of logits that no rank has. `training.loss_chunks` is refused before there are processes."""
+    tp = strategy.layout.mesh["tp"]
+    if recipe.has_metrics and tp > 1 and plan.head is not None and plan.tensor.get(plan.head) == "vocabulary":
+        raise UserError(
+            f"distributed.mesh.tp = {tp}: ranks share the vocabulary, so the head {plan.head!r} gives the loss and no "
+            f"logits for {type(recipe).__name__}.metrics; use a mesh without tp, or take the style vocabulary of the "
+            "head and the embedding out of the recipe's parallel_plan"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
+from shoal.training.evaluation import Evaluation
 from shoal.training.forward_writes import check_forward_writes
-from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
+from shoal.training.loaders import count_steps, open_data, open_loaders, unknown_metric
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
@@ -53,7 +55,9 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
         with watchdog, strategy, ExitStack() as resources:
             shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
-            return shell.fit(RecipeBody(shell))
+            body = RecipeBody(shell)
+            body.check_best_metric(shell)
+            return shell.fit(body)
 
 
 def open_shell(
@@ -155,20 +159,39 @@ class RecipeBody:
             return self._evaluate(shell)
 
     def _evaluate(self, shell: Shell) -> dict[str, float] | None:
-        assert shell.loaders.evaluation is not None
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
-        total = count = torch.zeros((), device=self.strategy.device)
-        metrics: dict[str, float] | None = None
-        for micro_batches in shell.loaders.evaluation:
-            output = self.strategy.evaluate(self.model, micro_batches, self.recipe)
-            total, count = total + output.total, count + output.count
-            if shell.agree_to_stop():
-                break
-            shell.watchdog.at("evaluation", shell.step)
-        else:
-            metrics = {EVAL_LOSS: (total / count).item()}
-            self._preview(shell.step)
+        metrics: dict[str, float] = {}
+        for prefix, loader in shell.loaders.evaluation.items():
+            evaluation = Evaluation(self.session)
+            with self.session.metric_objects.set_aside():
+                for micro_batches in loader:
+                    evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                    if shell.agree_to_stop():
+                        return None
+                    shell.watchdog.at("evaluation", shell.step)
+                metrics |= {f"{prefix}{name}": value for name, value in evaluation.values().items()}
+        self._preview(shell.step)
         return metrics
+
+    def check_best_metric(self, shell: Shell) -> None:
+        """Refuses a `checkpoint.metric` that no evaluation will give, before hours of training.
+
+        Only the recipe knows the names of its metrics, so the first batch of each set is evaluated for them.
+        """
+        saving, sets = shell.config.checkpoint, shell.loaders.evaluation
+        if not saving.keep_best or saving.metric in (f"{prefix}loss" for prefix in sets):
+            return
+        shell.watchdog.at("looking for checkpoint.metric", shell.step)
+        names: list[str] = []
+        with evaluation_mode(self.model):
+            for prefix, loader in sets.items():
+                evaluation = Evaluation(self.session)
+                with self.session.metric_objects.set_aside():
+                    for micro_batches in islice(loader, 1):
+                        evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                    names += [f"{prefix}{name}" for name in evaluation.values()]
+        if saving.metric not in names:
+            raise unknown_metric(saving.metric, names)
 
     def _preview(self, step: int) -> None:
         """Asks the recipe for something to look at.

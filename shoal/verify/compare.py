@@ -69,6 +69,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         Check("ranks agree", not problem, problem or "all ranks have consistent samples and gradients", "exact"),
         _random_numbers(ranks),
         _equal_scalars("loss", reference.losses, [rank.losses for rank in ranks], bounds.gradient),
+        *_metrics(reference, ranks, precision),
         _equal_scalars("gradient norm", reference.grad_norms, [rank.grad_norms for rank in ranks], bounds.gradient),
         _clipping(reference, ranks),
         Check(
@@ -113,6 +114,24 @@ def _equal_scalars(name: str, expected: list[float], by_rank: list[list[float]],
             if error > worst:
                 worst, detail = error, f"{b:.7g} on rank {rank} at step {step + 1}, {a:.7g} on one device"
     return Check(name, worst <= bound, f"largest relative difference {worst:.1e}: {detail}")
+
+
+def _metrics(reference: Trace, ranks: list[Trace], precision: str) -> list[Check]:
+    """Compares the recipe's metrics, in fp32 alone: in half precision rounding decides which class is the first."""
+    if precision != "fp32":
+        return []
+    checks = []
+    for name in sorted({*reference.metrics, *(name for rank in ranks for name in rank.metrics)}):
+        by_rank = [rank.metrics.get(name, []) for rank in ranks]
+        expected = reference.metrics.get(name, [])
+        if any(len(values) != len(expected) for values in by_rank):
+            checks.append(Check(f"metric {name}", False, "it was measured in other steps than on one device"))
+            continue
+        # The mean of nothing is NaN, on one device too.
+        steps = [i for i, a in enumerate(expected) if not (isnan(a) and all(isnan(values[i]) for values in by_rank))]
+        compared = [[values[i] for i in steps] for values in (expected, *by_rank)]
+        checks.append(_equal_scalars(f"metric {name}", compared[0], compared[1:], BOUNDS[precision].gradient))
+    return checks
 
 
 def _clipping(reference: Trace, ranks: list[Trace]) -> Check:

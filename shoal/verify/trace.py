@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,9 +24,11 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
+from shoal.training.evaluation import Evaluation
+from shoal.training.metric_sums import means, sum_over_ranks, to_host
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
-from shoal.types import MicroBatch, TrainState
+from shoal.types import MicroBatch, StepOutput, TrainState
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
@@ -53,6 +55,8 @@ class Trace:
     """One rank's account. Tensors are whole, on the CPU, under the names of the plain model."""
 
     losses: list[float] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """The recipe's metrics: of each step and of the evaluation, those of torchmetrics objects over all steps."""
     grad_norms: list[float] = field(default_factory=list)
     max_norm: float = 0.0
     """What gradients were clipped to."""
@@ -141,11 +145,11 @@ class _Tracer:
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
         with closing(self._loader()) as loader:
-            batches, seen, expected = iter(loader), set[int](), 0
+            batches, measured, seen, expected = iter(loader), list[Mapping[str, Any]](), set[int](), 0
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
                 with watch if step == 0 else nullcontext(), seeds_at_forward(self.model) as seeds:
-                    loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
+                    output = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
                 if step == 0:
                     trace.rng = self._rng()
                     if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(micro_batches):
@@ -156,9 +160,11 @@ class _Tracer:
                 seen |= set(seeds)
                 expected += len(micro_batches) if seeds else 0  # stages of a pipeline are called instead of the model
                 self._note_desync(micro_batches, loader)
-                trace.losses.append(loss)
+                trace.losses.append(output.loss.item())
+                measured.append(output.metrics)
                 trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
             trace.reuses_seeds = len(seen) < expected
+            self._note_metrics(measured)
             trace.sgd_weights = _whole(self.session.state().model)
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
@@ -224,13 +230,21 @@ class _Tracer:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
         return self.session.loader(self.recipe.train_data(), batches)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> StepOutput:
         if not counting:
-            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step).loss.item()
+            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
         with CountCollectives() as collectives, flop_counter() as flops:
             output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
-        return output.loss.item()
+        return output
+
+    def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:
+        objects = self.session.metric_objects
+        sums, paths = sum_over_ranks(self.strategy, to_host(steps), objects.paths_of(steps))
+        for step in sums:
+            for name, value in means(step).items():
+                self.trace.metrics.setdefault(f"train/{name}", []).append(value)
+        self.trace.metrics |= {f"train/{name}": [value] for name, value in objects.compute(paths).items()}
 
     def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
@@ -238,18 +252,24 @@ class _Tracer:
         losses = set()
         for seed in (1, 2):
             hook = seed_at_forward(self.model, seed, self.strategy.device)
-            losses.add(self.strategy.evaluate(self.model, micro_batches, self.recipe).total.item())
+            with self.session.metric_objects.set_aside():
+                losses.add(self.strategy.evaluate(self.model, micro_batches, self.recipe).total.item())
             hook.remove()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
         return len(losses) > 1
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Returns the loss of an evaluation as a run makes it."""
+        """Returns the loss of an evaluation as a run makes it, and notes its metrics."""
         self.model.eval()
         self.strategy.sync_buffers(self.model)
-        loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
+        evaluation = Evaluation(self.session)
+        with self.session.metric_objects.set_aside():
+            evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+            values = evaluation.values()
         self.model.train()
+        loss = values.pop("loss")
+        self.trace.metrics |= {f"eval/{name}": [value] for name, value in values.items()}
         return loss
 
     def _rng(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -304,7 +304,10 @@ def test_two_sharded_ranks_load_the_same_best_step(toy: ToyRun, pool2: Any) -> N
     ("overrides", "words"),
     [
         (["checkpoint.load_best_model_at_end=true"], "keep_best = 0 keeps no best"),
-        (["checkpoint.keep_best=1", "checkpoint.metric=eval/acc"], "'eval/acc', but an evaluation gives eval/loss"),
+        (
+            ["checkpoint.keep_best=1", "checkpoint.metric=eval/acc"],
+            "'eval/acc': an evaluation does not give",
+        ),
         (["checkpoint.mode=least"], "checkpoint.mode"),
     ],
 )

@@ -242,9 +242,16 @@ def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, s
 
 
 def test_no_step_waits_for_the_device(
-    toy: ToyRun, note: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    toy: ToyRun,
+    note: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    change_recipe: Callable[[str, str], None],
 ) -> None:
     """Between two lines of the log nothing may synchronise: torch raises if something does."""
+    metrics = (
+        '    def metrics(self, output, batch):\n        return {"mean": output.mean(), "sum": (output.sum(), 4)}\n\n'
+    )
+    change_recipe("    def inputs(", f"{metrics}    def inputs(")
     take_step, first_steps = RecipeBody.take_step, dict[RecipeBody, int]()
 
     def watched(self: RecipeBody, micro_batches: Any, step: int) -> Any:
@@ -263,7 +270,7 @@ def test_no_step_waits_for_the_device(
         folder.mkdir()
         train(check_run(llama(folder, **keys)))
     train(check_run(llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp"}}))
-    kinds = "fp32, bf16, fp16, recomputed, chunked, fsdp on one process"
+    kinds = "with metrics in fp32, bf16 and fp16; recomputed, chunked, fsdp on one process"
     note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")
 
 

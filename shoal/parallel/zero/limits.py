@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -69,7 +69,7 @@ class CheckedLoss:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recipe, name)
 
-    def loss(self, output: Any, batch: Any) -> Tensor:
+    def loss(self, output: Any, batch: Any) -> Any:
         with _NoEmptyWeights({p: name for name, p in self._model.named_parameters()}):
             return self._recipe.loss(output, batch)
 

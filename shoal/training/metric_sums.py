@@ -1,0 +1,120 @@
+"""Metrics of a user's recipe, summed over ranks and steps on the host in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.checkpoint.peers import Peers
+from shoal.processes.group import cpu_group
+from shoal.strategies import DistributedStrategy
+
+Sums = dict[str, tuple[float, float]]
+"""The sum and the count of each metric by name."""
+
+
+def gather_from_ranks(strategy: DistributedStrategy, value: Any) -> list[Any]:
+    """Returns the values of the ranks that report metrics, in the order of ranks. All ranks call it together."""
+    if strategy.world_size == 1:
+        return [value]
+    by_rank = Peers(cpu_group() if dist.is_initialized() else None).all_gather((strategy.reports_metrics, value))
+    return [value for reports, value in by_rank if reports]
+
+
+def to_host(steps: Sequence[Mapping[str, Any]]) -> list[Sums]:
+    """Waits for the sums and counts of this rank's steps; torchmetrics objects are left out."""
+    numbers = [number for step in steps for value in step.values() if isinstance(value, tuple) for number in value]
+    places: dict[Any, list[int]] = {}
+    for index, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            places.setdefault((number.device, number.dtype), []).append(index)
+    for indices in places.values():  # one copy from each device
+        for index, number in zip(indices, torch.stack([numbers[i] for i in indices]).tolist(), strict=True):
+            numbers[index] = number
+    read = iter(numbers)
+    return [
+        {name: (next(read), next(read)) for name, value in step.items() if isinstance(value, tuple)} for step in steps
+    ]
+
+
+def add_up(steps: Iterable[Sums], start: Sums | None = None) -> Sums:
+    """Returns the sums over steps, added one after another, so that it does not matter where a caller stopped."""
+    sums = dict(start or {})
+    for step in steps:
+        for name, (total, count) in step.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + count)
+    return sums
+
+
+def sum_over_ranks(
+    strategy: DistributedStrategy, steps: Sequence[Sums], object_paths: Mapping[str, str]
+) -> tuple[list[Sums], dict[str, str]]:
+    """Returns the sums of each step over all ranks, and the paths of torchmetrics objects by name.
+
+    Both are equal on all ranks. A rank that had only fillers has no names of its own. Ranks are added in their order:
+    in an all-reduce the order, and so the rounding, would depend on how many steps are sent at once.
+    """
+    names = [*dict.fromkeys(name for step in steps for name in step)]
+    table = torch.tensor([[step.get(name, (0.0, 0.0)) for name in names] for step in steps], dtype=torch.float64)
+    gathered = gather_from_ranks(strategy, (names, table, dict(object_paths)))
+    all_names = [*dict.fromkeys(name for theirs, _, _ in gathered for name in theirs)]
+    column = {name: index for index, name in enumerate(all_names)}
+    totals = torch.zeros(len(steps), len(all_names), 2, dtype=torch.float64)
+    for theirs, numbers, _ in gathered:
+        if theirs:
+            totals[:, [column[name] for name in theirs]] += numbers
+    sums: list[Sums] = [dict(zip(all_names, map(tuple, row), strict=True)) for row in totals.tolist()]
+    return sums, {name: path for _, _, paths in gathered for name, path in paths.items()}
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Returns each sum divided by its count; NaN if the count is 0."""
+    return {name: total / count if count else nan for name, (total, count) in sums.items()}
+
+
+@dataclass
+class SinceLog:
+    """What the next line of the log will show: sums over the steps since the last one. A checkpoint holds it."""
+
+    total: float = 0.0
+    """The sum of all losses."""
+    count: float = 0.0
+    metrics: Sums = field(default_factory=dict)
+    object_paths: dict[str, str] = field(default_factory=dict)
+    """The torchmetrics objects that were returned, by the name of the metric."""
+
+    @property
+    def loss(self) -> float:
+        return self.total / self.count if self.count else nan
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as JSON can hold it exactly. Strict JSON has no NaN, so numbers that are not finite are texts."""
+        return {
+            "loss": [_number(self.total), _number(self.count)],
+            "metrics": {name: [_number(total), _number(count)] for name, (total, count) in self.metrics.items()},
+            "objects": dict(self.object_paths),
+        }
+
+    @classmethod
+    def from_json(cls, stored: Any) -> SinceLog:
+        """Reads what `as_json` returned; raises ValueError, LookupError or TypeError if it is something else."""
+        total, count = map(float, stored["loss"])
+        metrics = {str(name): _pair(numbers, float) for name, numbers in dict(stored["metrics"]).items()}
+        paths = {str(name): str(path) for name, path in dict(stored["objects"]).items()}
+        return cls(total, count, metrics, paths)
+
+
+def _pair(numbers: Sequence[Any], convert: Callable[[Any], float]) -> tuple[float, float]:
+    total, count = map(convert, numbers)
+    return total, count
+
+
+def _number(value: float) -> float | str:
+    return value if isfinite(value) else str(value)
