@@ -372,10 +372,10 @@ def _without_last_micro_batch(score: Any) -> Any:
 
 
 def _compute_twice(forward_backward: Any) -> Any:
-    def twice(self: InTurn, batches: Any, scales: Any, recipe: Any, step: int) -> Any:
+    def twice(self: InTurn, batches: Any, scales: Any, recipe: Any, measures: Any, step: int) -> Any:
         with torch.no_grad():
-            self.score(self.engine.module, batches, recipe)
-        return forward_backward(self, batches, scales, recipe, step)
+            self.score(self.engine.module, batches, recipe, measures)
+        return forward_backward(self, batches, scales, recipe, measures, step)
 
     return twice
 
