@@ -14,7 +14,16 @@ from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy
 from shoal.training.modes import start_training_mode
-from shoal.training.optimizers import build_optimizer, freeze_ungrouped
+from shoal.training.optimizers import (
+    build_by_recipe,
+    build_optimizer,
+    check_matrices,
+    check_usable,
+    freeze_ungrouped,
+    groups_of,
+    name_of,
+    small_groups,
+)
 from shoal.types import TrainState, Weights
 from shoal.weights.materialise import build
 
@@ -38,6 +47,10 @@ class Session:
     """What is unusual about the training or evaluation mode of its modules, for the report; empty if nothing is."""
     ungrouped: list[str]
     """The parameters that were frozen because they are in no parameter group."""
+    optimizer_name: str
+    """The optimizer's name in the config, or the class that the recipe has built, as `module:Class`."""
+    optimizer_groups: list[dict[str, Any]]
+    """The parameter groups of the whole model, each with a small tensor in place of parameters that are alike."""
 
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
@@ -65,10 +78,12 @@ def assemble(
     *,
     weights: Weights | None = None,
     edit: Callable[[nn.Module], None] | None = None,
+    by_recipe: bool = True,
 ) -> Session:
     """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
 
-    `weights` replace the recipe's own; `edit` may change the model before it is cut.
+    `weights` replace the recipe's own; `edit` may change the model before it is cut. If `by_recipe` is false, the
+    optimizer is always the one that `training` names, also if the recipe has a `build_optimizer`.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     if edit is not None:
@@ -76,7 +91,30 @@ def assemble(
     mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
-    model, optimizer = strategy.prepare(
-        model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
+    groups = groups_of(recipe, training, plan.blocks, model)
+    if training.optimizer.name == "muon":
+        check_matrices(groups)
+    small = small_groups(groups)
+
+    def build_one(model: nn.Module) -> Optimizer:
+        groups = groups_of(recipe, training, plan.blocks, model)
+        optimizer = build_by_recipe(recipe, training, groups) if by_recipe else None
+        optimizer = optimizer or build_optimizer(training, groups)
+        check_usable(optimizer)
+        return optimizer
+
+    model, optimizer = strategy.prepare(model, build_one, plan, found)
+    return Session(
+        recipe,
+        strategy,
+        seed,
+        model,
+        optimizer,
+        found,
+        (trained, frozen),
+        meta_model,
+        mode,
+        ungrouped,
+        name_of(optimizer, training),
+        small,
     )
-    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped)
