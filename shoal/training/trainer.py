@@ -11,7 +11,6 @@ import torch
 
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
-from shoal.errors import UserError
 from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
@@ -123,11 +122,7 @@ class RecipeBody:
         self._report: Report | None = Report(shell)
 
     def _follow_evaluations(self, shell: Shell, schedule: PlateauSchedule) -> None:
-        if shell.loaders.evaluation is None:
-            raise UserError(
-                "training.lr_scheduler = plateau follows evaluations, but the recipe has no eval_data; give it some, "
-                "or use another schedule"
-            )
+        """Gives the schedule what it had noted when the checkpoint was saved, and lets it be saved again."""
         if (noted := shell.checkpoints.progress.schedule) is not None:
             schedule.load_state(noted)
         shell.checkpoints.schedule_state = schedule.state
