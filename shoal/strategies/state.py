@@ -15,6 +15,7 @@ from shoal.checkpoint.pieces import StoredTensor
 from shoal.checkpoint.regions import local_region, whole_region
 from shoal.errors import UserError
 from shoal.parallel.sharding.slots import slot_of, slots_as_tensors
+from shoal.parallel.sharding.trial import starts_with_state
 from shoal.tensors import local_part, named_tensors
 from shoal.torch_private import as_shard
 from shoal.types import TrainState
@@ -67,11 +68,11 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 
 
 def note_initial_state(optimizer: Optimizer) -> None:
-    """Notes whether an optimizer that has not stepped yet has state, as Adagrad's constructor makes it.
+    """Notes whether the optimizer's constructor makes state, as Adagrad's does.
 
     A fresh start, without state in a checkpoint, then leaves that state, which the first step needs.
     """
-    optimizer.has_initial_state = bool(optimizer.state)  # type: ignore[attr-defined]
+    optimizer.has_initial_state = starts_with_state(optimizer)  # type: ignore[attr-defined]
 
 
 def _counts_on_device(group: dict[str, Any]) -> bool:

@@ -158,25 +158,25 @@ def freeze_ungrouped(model: nn.Module, groups: Iterable[Any]) -> list[str]:
     return frozen
 
 
-def small_groups(groups: Groups) -> Groups:
+def small_groups(groups: Groups, device: torch.device) -> Groups:
     """Returns the same parameter groups of small tensors: one of each number of dimensions and dtype."""
     small: Groups = []
     for group in groups:
         kinds = dict.fromkeys((p.ndim, p.dtype) for p in group["params"] if p.requires_grad)
-        parameters = [nn.Parameter(torch.zeros([2] * ndim, dtype=dtype)) for ndim, dtype in kinds]
+        parameters = [nn.Parameter(torch.zeros([2] * ndim, dtype=dtype, device=device)) for ndim, dtype in kinds]
         small.append({**group, "params": parameters})
     return small
 
 
 def kept_slots(build: Build, groups: Groups) -> set[str]:
-    """Returns the names of what the optimizer keeps for parameters like those in `groups`, such as exp_avg.
+    """Returns the names of what an optimizer of small tensors keeps for them, such as exp_avg.
 
-    torch has no list of them, so an optimizer of small tensors takes a step, and its state is looked at.
+    torch has no list of them, so the optimizer takes a step, and its state is looked at.
     """
-    groups = small_groups(groups)
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+    copies = [{**group, "params": [nn.Parameter(p.detach().clone()) for p in group["params"]]} for group in groups]
+    for parameter in (parameter for group in copies for parameter in group["params"]):
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = build(groups)
+    optimizer = build(copies)
     optimizer.step()
     return {slot for slots in optimizer.state.values() for slot in slots_as_tensors(slots)}
 

@@ -217,7 +217,7 @@ class Report:
         idle: dict[str, str] = {}
         if is_by_recipe(shell.session.optimizer):
             idle["training.optimizer"] = f"the recipe builds {name}"
-        elif not takes(type(shell.session.optimizer), "weight_decay"):
+        if not takes(type(shell.session.optimizer), "weight_decay"):
             idle["training.weight_decay"] = f"{name} takes none"
         if schedule_is_by_recipe(shell.session.recipe, shell.total_steps):
             keys = ("lr_scheduler", "warmup_steps", "warmup_ratio")

@@ -94,7 +94,7 @@ def assemble(
     groups = groups_of(recipe, training, plan.blocks, model)
     if training.optimizer.name == "muon":
         check_matrices(groups)
-    small = small_groups(groups)
+    small = small_groups(groups, strategy.device)
 
     def build_one(model: nn.Module) -> Optimizer:
         groups = groups_of(recipe, training, plan.blocks, model)

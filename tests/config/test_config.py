@@ -353,6 +353,10 @@ def _sections_of(key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         yield from ((name, section) for name in get_args(section.model_fields["name"].annotation) if ":" not in name)
 
 
+def _needs(section: type[BaseModel]) -> set[str]:
+    return {key for key, field in section.model_fields.items() if field.is_required() and key != "name"}
+
+
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
 def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
     keys = sorted({*_float_keys(Config), "dataset.eval_fraction", "model.dropout"})
@@ -360,7 +364,11 @@ def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
     for key in keys:
         option, (parent, _, last) = f"{key}={value}", key.rpartition(".")
         if parent in ("training.optimizer", "training.lr_scheduler"):
-            name = next(name for name, section in _sections_of(parent) if last in section.model_fields)
+            name = next(
+                name
+                for name, section in _sections_of(parent)
+                if last in section.model_fields and _needs(section) <= {last}
+            )
             number = f"[0.9, {value}]" if last in ("betas", "etas", "step_sizes") else value
             option = f"{parent}={{name: {name}, {last}: {number}}}"
         message = refuse(tmp_path, MINIMAL, option)

@@ -78,6 +78,11 @@ def builder_of(optimizer: Optimizer) -> Build:
     return lambda groups: kind(groups, **options)
 
 
+def starts_with_state(optimizer: Optimizer) -> bool:
+    """Returns whether the constructor already makes state, as Adagrad's does."""
+    return bool(optimizer.state) and bool(builder_of(optimizer)([{"params": [nn.Parameter(torch.zeros(1))]}]).state)
+
+
 def _device(optimizer: Optimizer) -> torch.device:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
