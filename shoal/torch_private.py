@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Many tensors in one kernel, as torch's own optimizers compute; see training/lion.py.
+from torch import _foreach_add_ as foreach_add_
+from torch import _foreach_div as foreach_div
+from torch import _foreach_lerp as foreach_lerp
+from torch import _foreach_lerp_ as foreach_lerp_
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_sign_ as foreach_sign_
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # The bases of all batch norms and of all dropouts, each kind by one name.
 from torch.nn.modules.batchnorm import _BatchNorm as BATCH_NORM
 from torch.nn.modules.dropout import _DropoutNd as DROPOUT
+from torch.optim import Optimizer
 
 # The extension point behind FlopCounterMode and CommDebugMode; documented by example, kept under an underscore.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,13 +50,21 @@ __all__ = [
     "as_shard",
     "call_without_hooks",
     "compile_counts",
+    "declare_skips_on_device",
     "default_store",
+    "foreach_add_",
+    "foreach_div",
+    "foreach_lerp",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_sign_",
     "gradient_hooks",
     "is_fake",
     "post_accumulate_hooks",
     "set_group_timeout",
     "shape_and_offset",
     "skip_greeting_itself",
+    "skips_on_device",
     "storage_key",
     "uncompiled",
 ]
@@ -113,6 +130,19 @@ def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]
         shape[dimension] = min(chunk, shape[dimension] - start)
         offset[dimension] += start
     return tuple(shape), tuple(offset)
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Returns whether `step` divides gradients by the tensor `grad_scale`, and does nothing if `found_inf` is 1.
+
+    torch's GradScaler asks for the same attribute. Fused optimizers have it, and so may a user's own.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def declare_skips_on_device(optimizer: Optimizer) -> None:
+    """Says so of an optimizer."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def is_fake(tensor: Tensor) -> bool:

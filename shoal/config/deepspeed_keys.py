@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.batch import accumulation, derive_batches
-from shoal.config.schema import Decay, TrainingConfig
+from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import AioConfig, DeepSpeedConfig
+from shoal.config.schema_optimizers import Decay
 
 AUTO = "auto"
 

@@ -115,7 +115,7 @@ def layout_of(
         training.loss_chunks,
         not_in_force,
     )
-    for contradictory, message in _contradictions(layout):
+    for contradictory, message in (*_contradictions(layout), *_optimizer_contradictions(training, layout)):
         if contradictory:
             raise UserError(message)
     if layout.is_sharded_family and layout.engine == "plain":
@@ -205,6 +205,32 @@ def _engine(strategy: str, fsdp: FSDPConfig, precision: str, sides: Mapping[str,
         in_fp32 = (fsdp.param_dtype or "fp32") == "fp32" and precision != "pure_bf16"
         return "plain" if ranks == 1 and in_fp32 and not fsdp.cpu_offload else "fully_shard"
     return "ddp" if ranks > 1 else "plain"
+
+
+def _optimizer_contradictions(training: TrainingConfig, layout: Layout) -> Sequence[tuple[bool, str]]:
+    """Returns pairs (condition, message) about optimizers that a layout does not support.
+
+    Other optimizers are tried out when they are built.
+    """
+    name, mesh = training.optimizer.name, layout.mesh
+    splits = layout.is_sharded_family and mesh["dp_shard"] * mesh["cp"] * mesh["tp"] > 1
+    where = f"training.optimizer = {name} is not for distributed.strategy = {layout.strategy}"
+    reasons = {
+        "adagrad": "DeepSpeed takes no optimizer that has state before its first step",
+        "adafactor": "DeepSpeed steps flat parts of parameters, and it looks at whole tensors",
+        "muon": "DeepSpeed steps flat parts of parameters, and it looks at whole matrices",
+    }
+    return (
+        (
+            layout.strategy == "deepspeed" and name in reasons,
+            f"{where}: {reasons.get(name)}; use another optimizer, or strategy ddp",
+        ),
+        (
+            splits and name == "adafactor",
+            f"{where}, which splits parameters: it looks at whole tensors; use another optimizer, strategy ddp, or "
+            "sharding_strategy NO_SHARD",
+        ),
+    )
 
 
 def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from shoal.config.imports import add_folders, check_imports, did_you_mean, import_object
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
@@ -103,6 +101,7 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     loader = {key: recipe_dataset.pop(key) for key in LoaderConfig.model_fields if key in recipe_dataset}
     shoal_tree = {key: value for key, value in tree.items() if key not in RECIPE_SECTIONS}
     config = validate(Config, {**shoal_tree, "dataset": loader}, sources)
+    check_imports(config.training, sources, import_from)
     recipe_tree = {**tree, "dataset": recipe_dataset}
     recipe_sections = {key: recipe_tree[key] for key in RECIPE_SECTIONS if key in recipe_tree and key in recipe_fields}
     recipe_config = validate(recipe_type.Config, recipe_sections, sources)
@@ -118,25 +117,12 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     if name is None:
         raise UserError(f"recipe is missing; set it to {choices}")
     if not isinstance(name, str) or not (name in RECIPES or _CLASS_PATH.match(name)):
-        raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name)[:100], RECIPES)}")
-    module_name, class_name = RECIPES.get(name, name).split(":")
+        raise UserError(f"{where} is unknown; set it to {choices}{did_you_mean(str(name)[:100], RECIPES)}")
+    path = RECIPES.get(name, name)
     if name not in RECIPES:  # an export of an untrusted checkpoint must not import from the current folder
-        sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # something that the recipe's module imports
-            raise
-        raise UserError(
-            f"{where}: no module {error.name!r} in the config's folder, {Path.cwd()} or the Python path"
-        ) from None
-    if not hasattr(module, class_name):
-        raise UserError(f"{where}: {module_name} has no {class_name!r}{_did_you_mean(class_name, dir(module))}")
-    recipe_type = getattr(module, class_name)
+        add_folders(import_from)
+    recipe_type = import_object(path, where)
     if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
+        class_name = path.partition(":")[2]
         raise UserError(f"{where}: {class_name} is not a recipe; make it a subclass of shoal.recipes.Recipe")
     return recipe_type
-
-
-def _did_you_mean(name: str, choices: Iterable[str]) -> str:
-    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, choices, n=1))

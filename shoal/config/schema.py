@@ -1,8 +1,8 @@
 """The keys of a config file, section by section, with their types, defaults and descriptions.
 
-`schema_distributed.py` has the section `distributed`. The sections `model`, `lora` and `dataset` belong to the recipe,
-except for the keys in `LoaderConfig`. The texts below the keys are the user's reference: `python tests/test_docs.py
---write` writes them into docs/config.md.
+`schema_distributed.py` has the section `distributed`, and `schema_optimizers.py` the optimizers and schedules. The
+sections `model`, `lora` and `dataset` belong to the recipe, except for the keys in `LoaderConfig`. The texts below the
+keys are the user's reference: `python tests/test_docs.py --write` writes them into docs/config.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.config.schema_distributed import DistributedConfig
+from shoal.config.schema_optimizers import (
+    AdamW,
+    Decay,
+    Imported,
+    InverseSqrt,
+    OneCycle,
+    Optimizer,
+    Plateau,
+    Scheduler,
+)
 from shoal.config.section import Fraction, NonNegative, Positive, Section, short_for
 
 
@@ -38,40 +48,6 @@ class LoaderConfig(Section):
     """Keep the workers of the evaluation data alive between evaluations."""
     prefetch: Positive = 2
     """Number of micro-batches that each worker loads ahead."""
-
-
-class AdamW(Section):
-    name: Literal["adamw"] = "adamw"
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # noqa: RUF012, pydantic copies it
-    """The decay rates of the averages of the gradient and of its square."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator of an update."""
-
-
-class SGD(Section):
-    name: Literal["sgd"] = "sgd"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The momentum factor."""
-    nesterov: bool = False
-    """Use Nesterov momentum."""
-
-
-class Constant(Section):
-    name: Literal["constant", "constant_with_warmup"]
-
-
-class Decay(Section):
-    name: Literal["linear", "cosine"]
-    min_ratio: Fraction = 0.0
-    """The final learning rate, as a fraction of `learning_rate`."""
-
-
-class WarmupStableDecay(Section):
-    name: Literal["wsd"]
-    decay_ratio: Fraction = 0.2
-    """The fraction of all steps, at the end, in which the learning rate decays."""
-    min_ratio: Fraction = 0.0
-    """The final learning rate, as a fraction of `learning_rate`."""
 
 
 class ActivationCheckpointingConfig(Section):
@@ -122,8 +98,9 @@ class TrainingConfig(Section):
     """Compute the loss in this many chunks of a micro-batch, so that all of its logits never exist at once. Saves
     memory for large vocabularies."""
 
-    optimizer: Annotated[AdamW | SGD, Field(discriminator="name"), short_for("name")] = AdamW()
-    """The optimizer: its name, or a section with its name and options."""
+    optimizer: Annotated[Optimizer, short_for("name")] = AdamW()
+    """The optimizer: its name, or a section with its name and options. `path.to:Class` is one of your own; its section
+    has the arguments of its constructor. See [optimizers](recipes.md#optimizers-and-schedules)."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """The peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -134,10 +111,9 @@ class TrainingConfig(Section):
     max_skipped_steps: Positive = 10
     """Stop the run after this many steps in a row were skipped because the gradient was not finite."""
 
-    lr_scheduler: Annotated[Constant | Decay | WarmupStableDecay, Field(discriminator="name"), short_for("name")] = (
-        Decay(name="cosine", min_ratio=0.1)
-    )
-    """The learning-rate schedule: its name, or a section with its name and options."""
+    lr_scheduler: Annotated[Scheduler, short_for("name")] = Decay(name="cosine", min_ratio=0.1)
+    """The learning-rate schedule: its name, or a section with its name and options. `path.to:function` is one of your
+    own, `f(step, total_steps)`, which returns the factor on the learning rate."""
     warmup_steps: NonNegative | None = None
     """Number of steps in which the learning rate rises from 0 to its peak. Give this or `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
@@ -168,6 +144,25 @@ class TrainingConfig(Section):
             (
                 self.lr_scheduler.name == "constant" and any(warmups),
                 "lr_scheduler = constant has no warmup; use constant_with_warmup, or leave the warmup out",
+            ),
+            (
+                isinstance(self.lr_scheduler, OneCycle | Imported) and any(warmups),
+                f"lr_scheduler = {self.lr_scheduler.name} has a warmup of its own or none; leave warmup_steps and "
+                "warmup_ratio out",
+            ),
+            (
+                isinstance(self.lr_scheduler, InverseSqrt) and not (self.lr_scheduler.timescale or any(warmups)),
+                "lr_scheduler = inverse_sqrt needs a warmup or a timescale; give warmup_steps, warmup_ratio, or "
+                "lr_scheduler.timescale",
+            ),
+            (
+                isinstance(self.lr_scheduler, Plateau) and not self.eval_steps,
+                "lr_scheduler = plateau follows the evaluations of a run, but there are none; set eval_steps",
+            ),
+            (
+                self.optimizer.name == "rprop" and (self.lr_scheduler.name != "constant"),
+                "optimizer = rprop takes learning_rate as its first step size and no schedule changes it later; set "
+                "lr_scheduler to constant",
             ),
         )
 

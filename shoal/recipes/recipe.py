@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from shoal.data import BatchSchedule, Loader
@@ -133,6 +134,18 @@ class Recipe:
         flat = [p for p in trainable if p.ndim < 2 or id(p) in embeddings]
         # Also if one is empty: every stage of a pipeline must have as many groups as the whole model.
         return [{"params": decayed}, {"params": flat, "weight_decay": 0.0}]
+
+    def build_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer | None:
+        """Returns an optimizer of these parameter groups, or None for the one that the config names.
+
+        The groups are those of `param_groups`, with the config's `lr` and `weight_decay` where they have none. It is
+        called again with small tensors in the groups, to find out what the optimizer keeps for a parameter.
+        """
+        return None
+
+    def schedule(self, step: int, total: int) -> float | None:
+        """Returns the factor on the learning rate at a step, counted from 0, or None for the config's schedule."""
+        return None
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """Returns how the model can be split. By default the longest list of modules of one class are the blocks."""

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from shoal.checkpoint.pieces import StoredTensor
 from shoal.checkpoint.regions import local_region, whole_region
 from shoal.errors import UserError
+from shoal.parallel.sharding.slots import slot_of, slots_as_tensors
+from shoal.parallel.sharding.trial import starts_with_state
 from shoal.tensors import local_part, named_tensors
 from shoal.torch_private import as_shard
 from shoal.types import TrainState
@@ -28,7 +30,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]] = {}
     for parameter, state in optimizer.state.items():
         whole = sharded_parameter(parameter)
-        tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor)}
+        tensors = slots_as_tensors(state)
         if whole is not parameter and isinstance(whole, DTensor):
             shape = parameter.shape
             tensors = {slot: as_shard(t, whole) if t.shape == shape else t for slot, t in tensors.items()}
@@ -47,18 +49,37 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
         if name in state.model:
             local_part(tensor).copy_(_part(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer.state.clear()  # a parameter without state in the checkpoint has none afterwards
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        whole = sharded_parameter(parameter)
-        for slot, value in state.optimizer.get(names[whole], {}).items():
-            alike = tuple(value.shape) == tuple(whole.shape)
-            part = _part(value, whole) if alike else _part(value, value)
-            # In the same order in memory as the optimizer's own, because fused kernels go through memory.
-            like = local_part(whole) if alike else torch.empty(part.shape, device=local_part(whole).device)
-            kept = torch.empty_like(like, dtype=part.dtype).copy_(part)
-            sharded = alike and isinstance(parameter, DTensor)
-            optimizer.state[parameter][slot] = as_shard(kept, parameter) if sharded else kept
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole = sharded_parameter(parameter)
+            slots = state.optimizer.get(names[whole], {})
+            if slots or not getattr(optimizer, "has_initial_state", False):
+                optimizer.state.pop(parameter, None)  # one without state in the checkpoint has none afterwards
+            for name, value in slots.items():
+                alike = tuple(value.shape) == tuple(whole.shape)
+                part = _part(value, whole) if alike else _part(value, value)
+                on_host = name == "step" and not part.ndim and not _counts_on_device(group)
+                device = part.device if on_host else local_part(whole).device
+                # In the same order in memory as the optimizer's own, because fused kernels go through memory.
+                like = local_part(whole) if alike else torch.empty(part.shape)
+                kept = torch.empty_like(like, dtype=part.dtype, device=device).copy_(part)
+                sharded = alike and isinstance(parameter, DTensor)
+                slot, restored = slot_of(name, as_shard(kept, parameter) if sharded else kept)
+                optimizer.state[parameter][slot] = restored
     restore_scale(own, state)
+
+
+def note_initial_state(optimizer: Optimizer) -> None:
+    """Notes whether the optimizer's constructor makes state, as Adagrad's does.
+
+    A fresh start, without state in a checkpoint, then leaves that state, which the first step needs.
+    """
+    optimizer.has_initial_state = starts_with_state(optimizer)  # type: ignore[attr-defined]
+
+
+def _counts_on_device(group: dict[str, Any]) -> bool:
+    """Returns whether step counts are on the device; torch keeps them on the CPU otherwise, where the host reads."""
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 def restore_scale(own: dict[str, Tensor], state: TrainState) -> None:

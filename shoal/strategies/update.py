@@ -23,6 +23,8 @@ from shoal.parallel.sharding.shards import (
     total_norm,
 )
 from shoal.processes.group import cpu_group
+from shoal.strategies.state import note_initial_state
+from shoal.torch_private import skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
 
@@ -43,14 +45,15 @@ class Update:
         """`average_over` are the groups over which gradients are averaged here, if no engine does so earlier."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._average_over, self._stepping = average_over, False
+        note_initial_state(optimizer)
         if self.steps_otherwise or loss_scale or average_over:
             optimizer.register_step_pre_hook(self._before_step)
 
     def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
 
-        Fused optimizers do all of it inside their one kernel, through the two tensors that torch's GradScaler also
-        sets, and the host does not wait to know. Others get divided gradients, and the host waits.
+        Fused optimizers, and others that say so, do all of it on the device, through the two tensors that torch's
+        GradScaler also sets, and the host does not wait to know. The rest get divided gradients, and the host waits.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         gradients = self.gradients()
@@ -67,7 +70,7 @@ class Update:
                 gradient.clamp_(min=-bound, max=bound)
         self._stepping = True
         try:
-            if optimizer.defaults.get("fused"):
+            if skips_on_device(optimizer):
                 optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
                 optimizer.step()
             elif not skipped:
@@ -150,7 +153,7 @@ class ShardedUpdate(Update):
     ):
         """`stages` are the ranks of a pipeline, which have other parameters and add up their norms."""
         split = any(split_over(p) for group in optimizer.param_groups for p in group["params"])
-        if split and not is_elementwise(optimizer):
+        if split and not getattr(optimizer, "gathers_parts", False) and not is_elementwise(optimizer):
             raise UserError(
                 f"{type(optimizer).__name__} looks at whole tensors, but this layout splits parameters and would "
                 f"update each part as if it were a tensor; use one of torch.optim's {', '.join(sorted(ELEMENTWISE))}, "

@@ -19,7 +19,8 @@ from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.tensors import local_part
-from shoal.training.resume import Progress, load_checkpoint, restore, state_for
+from shoal.training.optimizers import is_by_recipe
+from shoal.training.resume import Progress, load_checkpoint, optimizer_change, restore, state_for
 from shoal.training.session import Session
 from shoal.types import TrainState
 
@@ -59,6 +60,8 @@ class Checkpoints:
                 f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"
             )
         self.saved_at = time.monotonic()
+        self.schedule_state: Callable[[], Mapping[str, Any]] | None = None
+        """Returns what a schedule that follows evaluations has noted, if the run has one."""
 
     def _expect_bytes(self) -> int:
         """Estimates the size from what the ranks hold; an optimizer that has not stepped yet has nothing to look at."""
@@ -74,13 +77,14 @@ class Checkpoints:
 
     def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None) -> None:
         """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went."""
-        trainer = dict(progress)
+        trainer = {**progress, **({"schedule": self.schedule_state()} if self.schedule_state else {})}
         if evaluation is not None:
             trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
         about = {
             "layout": self.session.strategy.layout.as_dict(),
             "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],
             "config": self.run.tree(),
+            **({"optimizer": self.session.optimizer_name} if is_by_recipe(self.session.optimizer) else {}),
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())
@@ -130,7 +134,8 @@ class Checkpoints:
             damage = ""
             try:
                 checkpoint = open_checkpoint(self.manager.path_of(step))
-                state = state_for(self.run, checkpoint, self.session.strategy.held())
+                change = optimizer_change(checkpoint, self.run, self.session)
+                state = state_for(checkpoint, self.session.strategy.held(), change)
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import shoal
 from shoal.config.batch import accumulation
+from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
-from shoal.torch_private import CompileCounts, compile_counts
+from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
+from shoal.training.optimizers import is_by_recipe
+from shoal.training.schedules import describe_schedule, schedule_is_by_recipe
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -140,12 +143,7 @@ class Report:
             f"{shell.total_steps:,}, from {shell.first_step:,}",
             ("training.max_steps", "training.num_epochs"),
         )
-        fused = " (fused)" if shell.session.optimizer.defaults.get("fused") else ""
-        yield (
-            "optimizer",
-            f"{training.optimizer.name}{fused}, learning rate {training.learning_rate:g}, {training.lr_scheduler.name}",
-            ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
-        )
+        yield self._optimizer()
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if engaged.float8_layers:
@@ -187,6 +185,9 @@ class Report:
             keys = tuple(key for key in idle if key in sources)
             if keys and not value:
                 yield "not in force", f"{', '.join(keys)}: {decisive} is 0", keys
+        for key, why in self._idle_optimizer_keys().items():
+            if keys := tuple(source for source in sources if f"{source}.".startswith(f"{key}.")):
+                yield "not in force", f"{key}: {why}", keys
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
@@ -196,6 +197,41 @@ class Report:
             keys = tuple(key for key in sources if f"{key}.".startswith(f"distributed.{section}."))
             if keys and strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
+
+    def _optimizer(self) -> tuple[str, str, tuple[str, ...]]:
+        """Returns the row of the optimizer: what it is, its learning rates, schedule, weight decay and clipping."""
+        shell, training = self.shell, self.training
+        optimizer, groups = shell.session.optimizer, shell.session.optimizer.param_groups
+        kind, name = type(optimizer), shell.session.optimizer_name
+        fused = "fused" if optimizer.defaults.get("fused") else ""
+        waits = "" if skips_on_device(optimizer) else "the host waits each step"
+        path = "" if name == f"{kind.__module__}:{kind.__qualname__}" else f"{kind.__module__}.{kind.__qualname__}"
+        notes = ", ".join(filter(None, (path, fused, waits)))
+        rates, decays = (_distinct(groups, key) for key in ("initial_lr", "weight_decay"))
+        by_recipe = schedule_is_by_recipe(shell.session.recipe, shell.total_steps)
+        decay = f"weight decay {decays}" if takes(kind, "weight_decay") else "no weight decay"
+        clip = f"clipped to {training.max_grad_norm:g}" if training.max_grad_norm else "not clipped"
+        schedule = describe_schedule(training, shell.total_steps, by_recipe)
+        return (
+            "optimizer",
+            f"{name} ({notes}), learning rate {rates}, {schedule}, {decay}, {clip}",
+            ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
+        )
+
+    def _idle_optimizer_keys(self) -> dict[str, str]:
+        """Returns the keys that have no effect because of what the recipe or the optimizer does, with the reasons."""
+        shell, name = self.shell, self.shell.session.optimizer_name
+        idle: dict[str, str] = {}
+        if is_by_recipe(shell.session.optimizer):
+            idle["training.optimizer"] = f"the recipe builds {name}"
+        if not takes(type(shell.session.optimizer), "weight_decay"):
+            idle["training.weight_decay"] = f"{name} takes none"
+        if schedule_is_by_recipe(shell.session.recipe, shell.total_steps):
+            keys = ("lr_scheduler", "warmup_steps", "warmup_ratio")
+            idle |= {f"training.{key}": "the recipe has a schedule" for key in keys}
+        if name == "rprop":
+            idle["training.max_grad_norm"] = "rprop uses the signs of gradients alone"
+        return idle
 
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
@@ -210,3 +246,9 @@ class Report:
             origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         held = "this process held the whole model once" if weights.kind == "built" else ""
         return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
+
+
+def _distinct(groups: list[dict[str, Any]], key: str) -> str:
+    """Returns the different values of a key in the parameter groups, in their order."""
+    values = dict.fromkeys(group[key] for group in groups if key in group and group["params"])
+    return " and ".join(f"{value:g}" for value in values)

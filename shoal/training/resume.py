@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from pydantic import ValidationError
@@ -20,9 +21,10 @@ from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
+from shoal.parallel.sharding.trial import builder_of
 from shoal.strategies import DistributedStrategy
 from shoal.training.metric_sums import SinceLog
-from shoal.training.optimizers import kept_slots
+from shoal.training.optimizers import build_optimizer, is_by_recipe, kept_slots
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
@@ -46,6 +48,8 @@ class Progress:
     started_from: str = "scratch"
     weights_from: str | None = None
     """The checkpoint that the run resumes from, or `init_from`."""
+    schedule: Mapping[str, Any] | None = None
+    """What a schedule that follows evaluations had noted."""
     made_with: TrainingConfig | None = None
     """The section `training`, with the schedule that the checkpoint was made with."""
 
@@ -69,9 +73,10 @@ def restore(
             since_log = _since_log(checkpoint)
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
             check_same_run(checkpoint, run.tree(), allowed)
-            change = _optimizer_change(checkpoint, run)
+            change = optimizer_change(checkpoint, run, session)
+            _check_allowed(change, checkpoint, run)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-            state = state_for(run, checkpoint, held)
+            state = state_for(checkpoint, held, change)
         except DamagedCheckpoint as error:
             damage = str(error)
         if strategy.any_rank(bool(damage)):  # if one rank cannot read it, none does
@@ -80,7 +85,8 @@ def restore(
             warn(f"checkpoint {folder.name} is damaged and passed over: {damages[-1]}")
             continue
         if change:
-            warn(f"{change}: the optimizer starts with fresh state at step {checkpoint.trainer['step']}")
+            differs = f"{change.key} is {change.value!r} and was {change.before!r}"
+            warn(f"{differs}: the optimizer starts with fresh state at step {checkpoint.trainer['step']}")
         load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)
@@ -91,6 +97,7 @@ def restore(
             weights_from=str(folder),
             since_log=since_log,
             evaluated="metrics" in checkpoint.trainer,
+            schedule=checkpoint.trainer.get("schedule"),
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
@@ -106,10 +113,10 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def state_for(run: Run, checkpoint: Checkpoint, held: Mapping[str, Held]) -> TrainState:
+def state_for(checkpoint: Checkpoint, held: Mapping[str, Held], change: OptimizerChange | None) -> TrainState:
     """Returns the state to load, after its digests were compared. State of another optimizer is left out."""
     state = checkpoint.checked_state(held)
-    return state if _stored_slots(checkpoint) == kept_slots(run.config.training) else replace(state, optimizer={})
+    return replace(state, optimizer={}) if change else state
 
 
 def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState, base: FrozenBase) -> None:
@@ -178,29 +185,50 @@ def _since_log(checkpoint: Checkpoint) -> SinceLog:
         raise DamagedCheckpoint(f"{checkpoint.folder}: the sums since the last line of the log are damaged") from None
 
 
-def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:
-    """Returns how the optimizer differs from the one that a checkpoint was saved with, or an empty string.
+class OptimizerChange(NamedTuple):
+    """How the optimizer differs from the one that a checkpoint was saved with."""
+
+    key: str
+    """The key that was changed, such as `training.optimizer.name`."""
+    value: Any
+    before: Any
+
+
+def optimizer_change(checkpoint: Checkpoint, run: Run, session: Session) -> OptimizerChange | None:
+    """Returns how the optimizer differs from the one that a checkpoint was saved with, or None.
 
     Only what changes the stored state counts: another optimizer, or options that keep other tensors for a parameter.
-    Raises UserError unless checkpoint.allow_changed lists the key.
+    A manifest is not trusted, so an optimizer that it names is built only if the config names the same.
     """
-    training, stored, kept = run.config.training, _stored_slots(checkpoint), kept_slots(run.config.training)
+    training, stored, groups = run.config.training, _stored_slots(checkpoint), session.optimizer_groups
     earlier = _earlier(checkpoint.manifest["config"], training, ("optimizer",))
+    name, by_recipe = session.optimizer_name, is_by_recipe(session.optimizer)
     then, now = earlier.optimizer.model_dump() if earlier else {}, training.optimizer.model_dump()
-    # A checkpoint has no slots if all of its updates were skipped, so what its config asked for counts as well.
-    fits = (stored or kept) == kept and (earlier is None or kept_slots(earlier) == kept)
-    if fits and then.get("name") in (None, now["name"]):
-        return ""
-    key = next((key for key in now if key in then and then[key] != now[key]), None)
-    name = f"training.optimizer.{key}" if key else "training.optimizer"
-    value, before = (now[key], then[key]) if key else (now["name"], f"slots {', '.join(sorted(stored))}")
-    if not is_allowed(name, run.config.checkpoint.allow_changed):
+    before = checkpoint.manifest.get("optimizer", then.get("name"))
+    if before not in (None, name):
+        return OptimizerChange("training.optimizer" if by_recipe else "training.optimizer.name", name, before)
+    kept = kept_slots(builder_of(session.optimizer), groups)
+    if by_recipe or earlier is None or then["name"] != name:
+        fits = stored in (set(), kept)
+    else:
+        # A checkpoint has no slots if all of its updates were skipped, so what its config asked for counts as well.
+        fits = stored <= kept and kept_slots(partial(build_optimizer, earlier), groups) == kept
+    if fits:
+        return None
+    key = None if by_recipe else next((key for key in now if key in then and then[key] != now[key]), None)
+    if key:
+        return OptimizerChange(f"training.optimizer.{key}", now[key], then[key])
+    return OptimizerChange("training.optimizer", name, f"slots {', '.join(sorted(stored))}")
+
+
+def _check_allowed(change: OptimizerChange | None, checkpoint: Checkpoint, run: Run) -> None:
+    """Raises UserError if the optimizer was changed, unless checkpoint.allow_changed lists the key."""
+    if change and not is_allowed(change.key, run.config.checkpoint.allow_changed):
         raise UserError(
-            f"{name} = {value!r}, but {checkpoint.folder} was saved with {before!r}, whose state does not fit; "
-            f"set it back, choose another experiment.output_dir, or list {name} in checkpoint.allow_changed to start "
-            "the optimizer with fresh state"
+            f"{change.key} = {change.value!r}, but {checkpoint.folder} was saved with {change.before!r}, whose state "
+            f"does not fit; set it back, choose another experiment.output_dir, or list {change.key} in "
+            "checkpoint.allow_changed to start the optimizer with fresh state"
         )
-    return f"{name} is {value!r} and was {before!r}"
 
 
 def _stored_slots(checkpoint: Checkpoint) -> set[str]:

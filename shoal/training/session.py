@@ -16,7 +16,16 @@ from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy
 from shoal.training.metric_objects import MetricObjects
 from shoal.training.modes import start_training_mode
-from shoal.training.optimizers import build_optimizer, freeze_ungrouped
+from shoal.training.optimizers import (
+    build_by_recipe,
+    build_optimizer,
+    check_matrices,
+    check_usable,
+    freeze_ungrouped,
+    groups_of,
+    name_of,
+    small_groups,
+)
 from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import build
 from shoal.weights.parameter_extras import check_trainable
@@ -41,6 +50,10 @@ class Session:
     """What is unusual about the training or evaluation mode of its modules, for the report; empty if nothing is."""
     ungrouped: list[str]
     """The parameters that were frozen because they are in no parameter group."""
+    optimizer_name: str
+    """The optimizer's name in the config, or the class that the recipe has built, as `module:Class`."""
+    optimizer_groups: list[dict[str, Any]]
+    """The parameter groups of the whole model, each with a small tensor in place of parameters that are alike."""
     metric_objects: MetricObjects
     """The torchmetrics objects of the recipe."""
 
@@ -72,10 +85,12 @@ def assemble(
     *,
     weights: Weights | None = None,
     edit: Callable[[nn.Module], None] | None = None,
+    by_recipe: bool = True,
 ) -> Session:
     """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
 
-    `weights` replace the recipe's own; `edit` may change the model before it is split.
+    `weights` replace the recipe's own; `edit` may change the model before it is split. If `by_recipe` is false, the
+    optimizer is always the one that `training` names, also if the recipe has a `build_optimizer`.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     check_trainable(model)
@@ -85,12 +100,33 @@ def assemble(
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
     _check_logits(recipe, strategy, plan)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
-    model, optimizer = strategy.prepare(
-        model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
-    )
-    objects = MetricObjects(recipe, strategy)
+    groups = groups_of(recipe, training, plan.blocks, model)
+    if training.optimizer.name == "muon":
+        check_matrices(groups)
+    small = small_groups(groups, strategy.device)
+
+    def build_one(model: nn.Module) -> Optimizer:
+        groups = groups_of(recipe, training, plan.blocks, model)
+        optimizer = build_by_recipe(recipe, training, groups) if by_recipe else None
+        optimizer = optimizer or build_optimizer(training, groups)
+        check_usable(optimizer)
+        return optimizer
+
+    model, optimizer = strategy.prepare(model, build_one, plan, found)
     return Session(
-        recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped, objects
+        recipe,
+        strategy,
+        seed,
+        model,
+        optimizer,
+        found,
+        (trained, frozen),
+        meta_model,
+        mode,
+        ungrouped,
+        name_of(optimizer, training),
+        small,
+        MetricObjects(recipe, strategy),
     )
 
 

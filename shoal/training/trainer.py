@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder
 from shoal.training.report import Report
 from shoal.training.resume import Progress
-from shoal.training.schedules import build_schedule, say_jump
+from shoal.training.schedules import PlateauSchedule, build_schedule, say_jump, schedule_is_by_recipe
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -63,7 +64,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
 def open_shell(
     run: Run,
     strategy: DistributedStrategy,
-    recipe: object,
+    recipe: Any,
     stop: StopFlag,
     watchdog: Watchdog,
     run_lock: RunLock,
@@ -89,7 +90,7 @@ def open_shell(
     progress = checkpoints.progress
     watchdog.at("opening loaders and loggers", progress.step)
     loaders = open_loaders(session, config, data, progress, resources)
-    _warn_of_jump(run, progress, loaders.total_steps, loaders.epoch_size, warn)
+    _warn_of_jump(run, recipe, progress, loaders.total_steps, loaders.epoch_size, warn)
     shell = Shell(run, session, checkpoints, loaders, stop, watchdog)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
     warn.show_on(shell.observers.console)
@@ -98,10 +99,12 @@ def open_shell(
 
 
 def _warn_of_jump(
-    run: Run, progress: Progress, total_steps: int, epoch_size: int | None, warn: Callable[[str], None]
+    run: Run, recipe: Any, progress: Progress, total_steps: int, epoch_size: int | None, warn: Callable[[str], None]
 ) -> None:
     """Warns if changed keys make the learning rate jump where the run goes on."""
     then, now = progress.made_with, run.config.training
+    if schedule_is_by_recipe(recipe, total_steps):
+        return
     if then and progress.step < total_steps and (then.max_steps or epoch_size):
         totals = count_steps(then, epoch_size, progress), total_steps
         if jump := say_jump(then, now, totals, progress.step):
@@ -117,9 +120,17 @@ class RecipeBody:
         session: Session = shell.session
         self.session, self.strategy, self.recipe = session, session.strategy, session.recipe
         self.model, self.optimizer = session.model, session.optimizer
-        self.schedule = build_schedule(shell.config.training, shell.total_steps)
+        self.schedule = build_schedule(shell.config.training, shell.total_steps, session.recipe)
+        if isinstance(self.schedule, PlateauSchedule):
+            self._follow_evaluations(shell, self.schedule)
         self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
         self._report: Report | None = Report(shell)
+
+    def _follow_evaluations(self, shell: Shell, schedule: PlateauSchedule) -> None:
+        """Gives the schedule what it had noted when the checkpoint was saved, and lets it be saved again."""
+        if (noted := shell.checkpoints.progress.schedule) is not None:
+            schedule.load_state(noted)
+        shell.checkpoints.schedule_state = schedule.state
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
@@ -156,7 +167,11 @@ class RecipeBody:
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         with evaluation_mode(self.model):
-            return self._evaluate(shell)
+            metrics = self._evaluate(shell)
+        due = shell.step % (shell.config.training.eval_steps or 1) == 0  # the end of the run is evaluated besides
+        if metrics is not None and due and isinstance(self.schedule, PlateauSchedule):
+            self.schedule.observe(metrics)
+        return metrics
 
     def _evaluate(self, shell: Shell) -> dict[str, float] | None:
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model

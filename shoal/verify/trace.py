@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import coordinates
-from shoal.config.schema import SGD, AdamW
+from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.processes.board import once_per_node
@@ -222,7 +222,12 @@ class _Tracer:
     def _prepare(self, changes: dict[str, Any]) -> None:
         training = self.run.config.training.model_copy(update=changes)
         self.session = assemble(
-            self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=turn_off_dropout
+            self.recipe,
+            self.strategy,
+            training,
+            self.run.config.experiment.seed,
+            edit=turn_off_dropout,
+            by_recipe=False,
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from shoal.config import Run, load_run
 from shoal.config.layout import Layout
 from shoal.config.overrides import merge
-from shoal.config.schema import Config
+from shoal.config.schema import Config, TrainingConfig
 from shoal.config.yaml import format_value, parse_value
 from shoal.errors import UserError
 
@@ -346,6 +346,17 @@ def _float_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from _float_keys(annotation, f"{prefix}{key}.")
 
 
+def _sections_of(key: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yields the sections that a key of `training` may have, each with a name that selects it."""
+    for member in get_args(TrainingConfig.model_fields[key.rpartition(".")[2]].annotation):
+        section, _ = get_args(member)
+        yield from ((name, section) for name in get_args(section.model_fields["name"].annotation) if ":" not in name)
+
+
+def _needs(section: type[BaseModel]) -> set[str]:
+    return {key for key, field in section.model_fields.items() if field.is_required() and key != "name"}
+
+
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
 def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
     keys = sorted({*_float_keys(Config), "dataset.eval_fraction", "model.dropout"})
@@ -353,8 +364,12 @@ def test_no_key_takes_infinity_or_nan(tmp_path: Path, value: str) -> None:
     for key in keys:
         option, (parent, _, last) = f"{key}={value}", key.rpartition(".")
         if parent in ("training.optimizer", "training.lr_scheduler"):
-            name = {"momentum": "sgd", "betas": "adamw", "eps": "adamw"}.get(last, "wsd")
-            number = f"[0.9, {value}]" if last == "betas" else value
+            name = next(
+                name
+                for name, section in _sections_of(parent)
+                if last in section.model_fields and _needs(section) <= {last}
+            )
+            number = f"[0.9, {value}]" if last in ("betas", "etas", "step_sizes") else value
             option = f"{parent}={{name: {name}, {last}: {number}}}"
         message = refuse(tmp_path, MINIMAL, option)
         assert last in message, message

@@ -264,11 +264,14 @@ def test_no_step_waits_for_the_device(
     monkeypatch.setattr(RecipeBody, "take_step", watched)
     for precision in ("fp32", "bf16", "fp16"):
         toy.train(f"training.mixed_precision={precision}", f"experiment.output_dir={toy.folder}/{precision}")
+    for optimizer in ("lion", "muon"):
+        keys = ["recipe=toy_recipe:Divisible", f"training.optimizer={optimizer}"]
+        toy.train(*keys, f"experiment.output_dir={toy.folder}/{optimizer}")
     for mode in ("full", "selective"):
-        keys = {"loss_chunks": 4, "activation_checkpointing": mode, "mixed_precision": "bf16"}
+        options = {"loss_chunks": 4, "activation_checkpointing": mode, "mixed_precision": "bf16"}
         folder = toy.folder / mode
         folder.mkdir()
-        train(check_run(llama(folder, **keys)))
+        train(check_run(llama(folder, **options)))
     train(check_run(llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp"}}))
     kinds = "with metrics in fp32, bf16 and fp16; recomputed, chunked, fsdp on one process"
     note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")

@@ -169,7 +169,12 @@ def muon(model: nn.Module) -> Optimizer:
 
 
 class Adam(torch.optim.SGD):
-    """Not torch's, whatever its name says."""
+    """Not torch's, whatever its name says: it makes each gradient as long as 1."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad / parameter.grad.norm()
+        super().step()
 
 
 def not_adam(model: nn.Module) -> Optimizer:

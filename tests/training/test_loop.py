@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -273,7 +274,8 @@ def test_the_report_says_that_weights_were_left_empty(toy: ToyRun, change_recipe
         "    def build_model(", "    def weights(self):\n        return Weights('empty')\n\n    def build_model("
     )
     change_recipe("class Toy", "from shoal.types import Weights\n\n\nclass Toy")
-    toy.train("training.max_steps=1")
+    with contextlib.suppress(UserError):  # what is in the memory may not be finite
+        toy.train("training.max_steps=1")
     report = (toy.output / "report.txt").read_text()
     assert "left empty: memory without values" in report
     assert "drawn by name" not in report

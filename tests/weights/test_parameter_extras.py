@@ -10,6 +10,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, FSDPStrategy, SingleStrategy
 from shoal.types import MicroBatch, Weights
 from shoal.weights.materialise import build, materialise
@@ -31,7 +32,7 @@ class Marked(nn.Module):
         return self.last(self.first(x))
 
 
-class Sum:
+class Sum(Recipe):
     def prepare_batch(self, batch: Tensor, rng: object) -> Tensor:
         return batch
 

@@ -12,16 +12,31 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from shoal.parallel.sharding.trial import try_out
 from shoal.tensors import local_part, map_tensors
-from shoal.torch_private import StridedShard
+from shoal.torch_private import StridedShard, is_fake
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
 """torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
+    """Returns whether updating the parts of a tensor is updating the tensor.
+
+    It is known for torch's optimizers and for shoal's, which have it as an attribute. Others are tried out.
+    """
     kind = type(optimizer)
-    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+    if kind.__module__.startswith("torch.optim"):
+        return kind.__name__ in ELEMENTWISE
+    known = getattr(kind, "elementwise", None)
+    if known is not None:
+        return bool(known)
+    return _is_planned(optimizer) or try_out(optimizer).elementwise
+
+
+def _is_planned(optimizer: Optimizer) -> bool:
+    """Returns whether parameters have no memory, so that nothing can be tried."""
+    return any(is_fake(local_part(p)) for group in optimizer.param_groups for p in group["params"])
 
 
 def hold_shards(optimizer: Optimizer) -> None:

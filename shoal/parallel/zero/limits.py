@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import ELEMENTWISE, is_elementwise
+from shoal.parallel.sharding.trial import try_out
 from shoal.parallel.sharding.units import SENT_DTYPES
 from shoal.parallel.zero.partition import is_here
 from shoal.types import Objective, TrainState
@@ -40,14 +41,20 @@ def check_dtypes(model: nn.Module, stage: int) -> None:
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would compute something else on slices of all parameters laid end to end."""
-    name, supported = type(optimizer).__name__, ELEMENTWISE - {"Adagrad"}  # which has state before its first step
-    if name not in supported or not is_elementwise(optimizer):
+    kind, name = type(optimizer), type(optimizer).__name__
+    supported = ", ".join(sorted(ELEMENTWISE - {"Adagrad"}))  # which has state before its first step
+    if not is_elementwise(optimizer) or name == "Adagrad":
         raise UserError(
             f"distributed.strategy = deepspeed steps flat parts of parameters, which {name} is not known to take one "
-            f"element at a time; use one of torch.optim's {', '.join(sorted(supported))}, or strategy ddp"
+            f"element at a time; use one of torch.optim's {supported}, or strategy ddp"
         )
     if optimizer.state:
         raise UserError("distributed.strategy = deepspeed takes an optimizer that has not stepped yet")
+    if not kind.__module__.startswith("torch.optim") and not try_out(optimizer).all_tensors:
+        raise UserError(
+            f"distributed.strategy = deepspeed keeps tensors for a parameter, but the state of {name} also has numbers "
+            "of Python; keep them as tensors, or use strategy fsdp or ddp"
+        )
 
 
 def check_counts(members: Mapping[str, nn.Parameter], state: TrainState) -> None:
