@@ -243,8 +243,8 @@ def describe_layout(layout: dict[str, Any]) -> str:
 
 
 def _position_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns where in its run a checkpoint was saved: trainer.json without the metrics."""
-    return {key: value for key, value in checkpoint.trainer.items() if key != "metrics"}
+    """Returns where in its run a checkpoint was saved: trainer.json without the metrics and callbacks."""
+    return {key: value for key, value in checkpoint.trainer.items() if key not in ("metrics", "callbacks")}
 
 
 def _describe_tensor(name: str, tensor: StoredTensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ except for the keys in `LoaderConfig`. The texts below the keys are the user's r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -283,6 +283,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()
+    callbacks: list[str | dict[str, Any]] = []  # noqa: RUF012, pydantic copies it
+    """What happens besides the steps: names of callbacks, or sections with a name and options."""
 
     @property
     def output_dir(self) -> str:

@@ -45,14 +45,14 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
     """
     for name, tensor in named_tensors(model).items():
         if name in state.model:
-            local_part(tensor).copy_(_part(state.model[name], tensor))
+            local_part(tensor).copy_(part_in_layout(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     optimizer.state.clear()  # a parameter without state in the checkpoint has none afterwards
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         whole = sharded_parameter(parameter)
         for slot, value in state.optimizer.get(names[whole], {}).items():
             alike = tuple(value.shape) == tuple(whole.shape)
-            part = _part(value, whole) if alike else _part(value, value)
+            part = part_in_layout(value, whole) if alike else part_in_layout(value, value)
             kept = torch.empty(part.shape, dtype=part.dtype, device=local_part(whole).device).copy_(part)
             sharded = alike and isinstance(parameter, DTensor)
             optimizer.state[parameter][slot] = as_shard(kept, parameter) if sharded else kept
@@ -62,7 +62,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 def restore_scale(own: dict[str, Tensor], state: TrainState) -> None:
     """Puts back the loss scale; a checkpoint of another precision has none."""
     for name in own.keys() & state.strategy.keys():
-        own[name].copy_(_part(state.strategy[name], own[name]))
+        own[name].copy_(part_in_layout(state.strategy[name], own[name]))
 
 
 def sharded_parameter(parameter: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def sharded_parameter(parameter: Tensor) -> Tensor:
     return getattr(parameter, "shard_of", parameter)
 
 
-def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
+def part_in_layout(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
     """Returns this rank's part of `value` in the layout of `like`."""
     if not isinstance(like, DTensor):
         return value.read() if isinstance(value, StoredTensor) else value

@@ -19,6 +19,7 @@ from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.tensors import local_part
+from shoal.training.hooks import HookState
 from shoal.training.resume import Progress, load_checkpoint, restore, state_for
 from shoal.training.session import Session
 from shoal.types import TrainState
@@ -72,9 +73,9 @@ class Checkpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
-    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None) -> None:
+    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None, hooks: HookState) -> None:
         """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went."""
-        trainer = dict(progress)
+        trainer = {**progress, **hooks.as_json()}
         if evaluation is not None:
             trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
         about = {
@@ -84,6 +85,7 @@ class Checkpoints:
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())
+        state.callbacks.update(hooks.tensors)  # type: ignore[arg-type]  # none of them is on disk
         self._check_finite(state, progress["step"])
         with self._warns_if_unsaved():
             self.manager.save(state, trainer, about | base)
@@ -119,13 +121,14 @@ class Checkpoints:
             failed, good = self.manager.last_attempted_step, self.manager.saved_step
             self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
-    def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
+    def find_best(self, load: bool, current_step: int, evaluated: str | None) -> tuple[int, float] | None:
         """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
 
-        Of weights that are to be loaded, a damaged checkpoint is passed over.
+        `evaluated` is where a checkpoint has the weights that were evaluated, such as `ema/average`, if not in the
+        model. Of weights that are to be loaded, a damaged checkpoint is passed over.
         """
         for step, value in self.manager.best():
-            if not load or step == current_step:
+            if not load or (step == current_step and evaluated is None):
                 return step, value
             damage = ""
             try:
@@ -134,6 +137,9 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):
+                averages = state.callbacks.items() if evaluated else ()
+                prefix = f"{evaluated}/"
+                state.model.update({key.removeprefix(prefix): t for key, t in averages if key.startswith(prefix)})
                 load_checkpoint(self.session, checkpoint, state, self.base)
                 return step, value
             where = damage or "on another rank"

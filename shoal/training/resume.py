@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
+from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable, is_allowed
 from shoal.checkpoint.regions import Held
 from shoal.config import Run, derive_batches
@@ -21,6 +22,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
+from shoal.training.hooks import HookState
 from shoal.training.optimizers import kept_slots
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
@@ -45,6 +47,8 @@ class Progress:
     """The checkpoint that the run resumes from, or `init_from`."""
     made_with: TrainingConfig | None = None
     """The section `training`, with the schedule that the checkpoint was made with."""
+    hooks: HookState = field(default_factory=HookState)
+    """The state of recipe and callbacks in the checkpoint."""
 
 
 def restore(
@@ -87,6 +91,7 @@ def restore(
             weights_from=str(folder),
             evaluated="metrics" in checkpoint.trainer,
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
+            hooks=_hook_state(checkpoint, state),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # a fresh start would soon delete what might still be rescued
@@ -185,6 +190,13 @@ def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:
             "the optimizer with fresh state"
         )
     return f"{name} is {value!r} and was {before!r}"
+
+
+def _hook_state(checkpoint: Checkpoint, state: TrainState) -> HookState:
+    """Returns the state of recipe and callbacks in a checkpoint. Entries that are not objects count as absent."""
+    run, values = (as_dict(checkpoint.trainer.get(key)) for key in ("hooks", "callbacks"))
+    values = {name: as_dict(value) for name, value in values.items()}
+    return HookState(run, values, state.callbacks, checkpoint.manifest["config"].get("callbacks"))
 
 
 def _stored_slots(checkpoint: Checkpoint) -> set[str]:

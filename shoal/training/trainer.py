@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.processes.board import once_per_node
@@ -18,7 +19,8 @@ from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
-from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
+from shoal.training.hooks import Hooks
+from shoal.training.loaders import EVAL_LOSS, Data, Loaders, count_steps, open_data, open_loaders
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
@@ -85,11 +87,42 @@ def open_shell(
     watchdog.at("opening loaders and loggers", progress.step)
     loaders = open_loaders(session, config, data, progress, resources)
     _warn_of_jump(run, progress, loaders.total_steps, loaders.epoch_size, warn)
-    shell = Shell(run, session, checkpoints, loaders, stop, watchdog)
+    hooks = _open_hooks(run, session, data, checkpoints, loaders, warn)
+    shell = Shell(run, session, checkpoints, loaders, stop, watchdog, hooks)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)
     return shell
+
+
+def _open_hooks(
+    run: Run,
+    session: Session,
+    data: Data,
+    checkpoints: Checkpoints,
+    loaders: Loaders,
+    warn: Callable[[str], None],
+) -> Hooks:
+    """Builds the callbacks, and gives them and the recipe their state of the checkpoint."""
+    progress, config = checkpoints.progress, run.config
+    handle = RunHandle(
+        config=config,
+        recipe=session.recipe,
+        strategy=session.strategy,
+        model=session.model,
+        optimizer=session.optimizer,
+        output_dir=Path(config.output_dir),
+        step=progress.step,
+        total_steps=loaders.total_steps,
+        training_data=lambda: session.loader(data.train, progress.batches, end=data.epoch_size),
+    )
+    hooks = Hooks(session.recipe, run.callbacks, handle)
+    if progress.step:
+        hooks.load_state(progress.hooks, progress.started_from, warn)
+    # Whoever changes the callbacks, or names a checkpoint, wants a run to go on that a hook has ended.
+    if progress.hooks.section != config.callbacks or config.checkpoint.resume != "auto":
+        handle.stop_reason = None
+    return hooks
 
 
 def _warn_of_jump(
@@ -115,12 +148,15 @@ class RecipeBody:
         self.schedule = build_schedule(shell.config.training, shell.total_steps)
         self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
         self._report: Report | None = Report(shell)
+        self._hooks, self._before_update = shell.hooks, bool(shell.hooks.calls["before_update"])
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
             return self._take_first_step(micro_batches, step, self._report)
-        set_learning_rate(self.optimizer, self.schedule(step))
+        set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+        if self._before_update:
+            self._hooks.call("before_update")
         return output, self.strategy.step(self.optimizer, self._max_norm)
 
     def _take_first_step(
