@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.config import Config
 from shoal.errors import UserError
-from shoal.types import MicroBatch, StepInfo, StepOutput
+from shoal.types import StepInfo, StepOutput
 
 if TYPE_CHECKING:
     from shoal.strategies import DistributedStrategy
@@ -29,6 +30,21 @@ class Histogram(NamedTuple):
     """The sum of the elements."""
     squares: Tensor
     """The sum of their squares."""
+
+
+def as_record(histogram: Histogram) -> dict[str, Any]:
+    """Returns a histogram as the fields of TensorBoard's HistogramProto. The host waits for the device."""
+    low, high, total, squares = torch.stack([*histogram[:2], *histogram[3:]]).tolist()
+    counts, bins = histogram.counts.tolist(), len(histogram.counts)
+    return {
+        "min": low,
+        "max": high,
+        "num": sum(counts),
+        "sum": total,
+        "sum_squares": squares,
+        "bucket_limit": [low + (high - low) * (index + 1) / bins for index in range(bins)],
+        "bucket": counts,
+    }
 
 
 @dataclass
@@ -47,8 +63,12 @@ class RunHandle:
     total_steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics that were logged last, by name."""
-    training_data: Callable[[], Iterable[list[MicroBatch]]] = lambda: ()
-    """Opens a pass over the training data from its beginning, apart from the one that is trained on."""
+    training_data: Callable[[], Any] = lambda: ()
+    """Opens a loader of the training data from its beginning, apart from the one that is trained on. Close it."""
+    epoch_size: int | None = None
+    """The number of samples in an epoch; None for a stream."""
+    keep_alive: Callable[[], None] = lambda: None
+    """Tells the hang detection that a hook which takes long goes on."""
     output: StepOutput | None = None
     """The sum of the losses and the count of the last step, on the device."""
     info: StepInfo | None = None

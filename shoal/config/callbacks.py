@@ -13,7 +13,13 @@ from shoal.config.validation import fields_of, named, refuse_unknown, validate
 from shoal.config.yaml import Sources
 from shoal.errors import UserError
 
-CALLBACKS = {"ema": "shoal.callbacks.ema:EMA"}
+CALLBACKS = {
+    "early_stopping": "shoal.callbacks.early_stopping:EarlyStopping",
+    "ema": "shoal.callbacks.ema:EMA",
+    "histograms": "shoal.callbacks.histograms:Histograms",
+    "swa": "shoal.callbacks.swa:SWA",
+    "time_limit": "shoal.callbacks.time_limit:TimeLimit",
+}
 """The callbacks that have a short name."""
 
 

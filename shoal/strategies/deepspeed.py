@@ -33,6 +33,7 @@ from shoal.parallel.zero.partition import (
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.module_state import check_storable
 from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update, check_optimizer
@@ -297,6 +298,12 @@ class ZeroStrategy(DistributedStrategy):
         """Puts whole gradients together from all ranks."""
         whole, factor = self._deepspeed.utils.safe_get_full_grad, self.data_size if self._stage == 3 else 1
         return {name: whole(p).detach() * factor for name, p in model.named_parameters() if p.requires_grad}
+
+    def local_weights(self, model: nn.Module) -> LocalWeights:
+        raise UserError(
+            "callbacks: ema and swa keep a part of each parameter on the rank that updates it, and DeepSpeed divides "
+            "parameters otherwise; use strategy fsdp or ddp, or leave the callback out"
+        )
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         """Weights that every rank has are given as they are; all else in rows, made of flat stretches one at a time.

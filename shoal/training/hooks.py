@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shoal
 from shoal.callbacks.hook_methods import HOOKS, HookMethods
-from shoal.callbacks.run_handle import RunHandle
+from shoal.callbacks.run_handle import RunHandle, as_record
 from shoal.checkpoint.peers import ALL
 from shoal.checkpoint.pieces import StoredTensor
 from shoal.config.callbacks import CallbackChoice
@@ -120,6 +120,12 @@ class Hooks:
         if not keep:
             self.run.logged.clear()
         return logged
+
+    def take_histograms(self) -> dict[str, dict[str, Any]]:
+        """Returns the histograms of all ranks as TensorBoard stores them; stages of a pipeline have different ones."""
+        mine = {name: as_record(histogram) for name, histogram in self.run.histograms.items()}
+        self.run.histograms.clear()
+        return {name: record for name, record in ALL.union(mine).items() if record["num"]}
 
     def state(self) -> HookState:
         """Returns what a checkpoint has to hold."""

@@ -201,6 +201,9 @@ class Shell:
         if self.hooks.run.logged:
             metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
+        if self.hooks.run.histograms:
+            for name, histogram in self.hooks.take_histograms().items():
+                self.observers.loggers.histogram(self.step, name, histogram)
         skipped, limit = self.observers.meter.skipped_in_a_row, self.config.training.max_skipped_steps
         if skipped >= limit:
             culprit = body.explain_skips(micro_batches)

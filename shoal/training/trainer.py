@@ -88,6 +88,7 @@ def open_shell(
     loaders = open_loaders(session, config, data, progress, resources)
     _warn_of_jump(run, progress, loaders.total_steps, loaders.epoch_size, warn)
     hooks = _open_hooks(run, session, data, checkpoints, loaders, warn)
+    hooks.run.keep_alive = lambda: watchdog.at("ending", hooks.run.step)
     shell = Shell(run, session, checkpoints, loaders, stop, watchdog, hooks)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
     warn.show_on(shell.observers.console)
@@ -115,6 +116,7 @@ def _open_hooks(
         step=progress.step,
         total_steps=loaders.total_steps,
         training_data=lambda: session.loader(data.train, progress.batches, end=data.epoch_size),
+        epoch_size=data.epoch_size,
     )
     hooks = Hooks(session.recipe, run.callbacks, handle)
     if progress.step:

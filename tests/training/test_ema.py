@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,9 @@ def test_bf16_weights_are_averaged_in_fp32(toy: ToyRun, change_recipe: Callable[
     averages = [average(toy.output, step)["0.weight"] for step in range(1, 11)]
     assert averages[0].dtype == torch.float32
     assert all(not torch.equal(a, b) for a, b in pairwise(averages))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+def test_deepspeed_is_refused_by_name(toy: ToyRun) -> None:
+    with pytest.raises(UserError, match=r"ema and swa .* DeepSpeed divides parameters otherwise"):
+        toy.train(ema(), "distributed.strategy=deepspeed")
