@@ -49,6 +49,7 @@ __all__ = [
     "skip_greeting_itself",
     "storage_key",
     "uncompiled",
+    "version_of",
 ]
 
 
@@ -116,6 +117,11 @@ def move_towards(values: list[Tensor], targets: list[Tensor], weight: Tensor) ->
     changes = torch._foreach_sub(targets, values)
     torch._foreach_mul_(changes, weight)
     torch._foreach_add_(values, changes)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place, which autograd counts."""
+    return tensor._version
 
 
 @contextmanager

@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
     | {"weights"},
     "verify": BASE
-    | {"checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies", "training"}
+    | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
+    | {"training"}
     | {"transform", "weights"},
     "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
 }
