@@ -227,7 +227,7 @@ class Shell:
                 self.observers.loggers.text(self.step, "preview", body.preview)
             self._evaluation, self._evaluated_step = evaluation, self.step
             self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
-            self.hooks.call("after_evaluation", evaluation)
+            self.hooks.call("after_evaluation", dict(evaluation))
         self.observers.meter.restart_clock(self.loaders.train)
 
     def save(self) -> None:
