@@ -95,6 +95,7 @@ def test_the_callback_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "halve.py").write_text(callback)
     (tmp_path / "squares.py").write_text(blocks(ROOT / "docs" / "recipes.md", "python")[0] + EVALUATED)
     (tmp_path / "run.yaml").write_text(blocks(ROOT / "docs" / "recipes.md", "yaml")[0] + section)
+    sys.modules.pop("squares", None)
     keys = [
         "training.eval_steps=1",
         "training.num_epochs=null",

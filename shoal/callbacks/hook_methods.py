@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.callbacks.run_handle import RunHandle
 
-HOOKS = ("on_start", "before_step", "before_update", "after_step", "after_evaluation", "before_save", "on_end")
+HOOKS = (
+    *("on_start", "before_step", "before_update", "after_step", "after_log", "after_evaluation", "before_save"),
+    "on_end",
+)
 
 
 class HookMethods:
@@ -25,6 +28,9 @@ class HookMethods:
 
     def after_step(self, run: RunHandle) -> None:
         """Is called after each step. `run.output` and `run.info` have its loss and norm, on the device."""
+
+    def after_log(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
+        """Is called after each line of the log that files have too, with its numbers."""
 
     def after_evaluation(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
         """Is called after each evaluation with its metrics, which are equal on all ranks."""

@@ -85,6 +85,7 @@ class RunHandle:
     """True if a hook of this rank has asked for something that all ranks must agree on at the end of the step."""
     requested_factor: float = 1.0
     requested_stop: str | None = None
+    requested_return: str | None = None
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Shows a number in the next line of the log. A tensor stays on the device until then."""
@@ -105,6 +106,13 @@ class RunHandle:
             raise UserError(f"scale_learning_rate({factor!r:.100}): the factor has to be a number above 0")
         self.requested_factor *= factor
         self.has_request = True
+
+    def go_back(self, reason: str) -> None:
+        """Returns to the last checkpoint after this step, on all ranks, and leaves out the samples since it.
+
+        To be called in `after_log`, by all ranks in the same step, which is then neither evaluated nor saved.
+        """
+        self.requested_return = str(reason)
 
     def stop(self, reason: str) -> None:
         """Ends the run after this step, on all ranks, if any rank asks for it. The step is evaluated and saved."""

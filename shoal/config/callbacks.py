@@ -17,6 +17,7 @@ CALLBACKS = {
     "early_stopping": "shoal.callbacks.early_stopping:EarlyStopping",
     "ema": "shoal.callbacks.ema:EMA",
     "histograms": "shoal.callbacks.histograms:Histograms",
+    "loss_spike": "shoal.callbacks.loss_spike:LossSpike",
     "swa": "shoal.callbacks.swa:SWA",
     "time_limit": "shoal.callbacks.time_limit:TimeLimit",
 }

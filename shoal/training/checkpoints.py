@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,16 @@ _PER_TENSOR_BYTES = 1000
 class Checkpoints:
     """Where a session's state is read from and written to."""
 
-    def __init__(self, run: Run, session: Session, run_lock: RunLock, warn: Callable[[str], None]):
-        self.run, self.session, self._warn = run, session, warn
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        run_lock: RunLock,
+        warn: Callable[[str], None],
+        skip_to: int | None = None,
+    ):
+        """`skip_to` is the position to go on from if this process goes back to its last checkpoint."""
+        self.run, self.session, self.warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
         self.manager = CheckpointManager(
             Path(run.config.output_dir),
@@ -47,7 +56,10 @@ class Checkpoints:
         )
         self.manager.clean()
         self.base = FrozenBase(session.model, session.weights, session.state().model if session.weights.files else {})
-        self.progress: Progress = restore(run, session, self.manager, self.base, warn)
+        self.progress: Progress = restore(run, session, self.manager, self.base, warn, skip_to is not None)
+        if skip_to is not None:
+            skipped = (*self.progress.skipped_samples, (self.progress.samples, skip_to))
+            self.progress = replace(self.progress, samples=skip_to, skipped_samples=skipped)
         self.manager.saved_step = self.progress.step
         self.left_out = self.base.unchanged(session.state().model) if self.base.tensors else {}
         """The frozen tensors that checkpoints refer to instead of storing them."""
@@ -111,7 +123,7 @@ class Checkpoints:
             self.manager.wait()
         if error := self.manager.rotation_error:
             self.manager.rotation_error = None
-            self._warn(f"old checkpoints could not be removed: {error}; the next save tries again")
+            self.warn(f"old checkpoints could not be removed: {error}; the next save tries again")
 
     @contextmanager
     def _warns_if_unsaved(self) -> Iterator[None]:
@@ -119,7 +131,7 @@ class Checkpoints:
             yield
         except OSError as error:
             failed, good = self.manager.last_attempted_step, self.manager.saved_step
-            self._warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
+            self.warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
     def find_best(self, load: bool, current_step: int, evaluated: str | None) -> tuple[int, float] | None:
         """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
@@ -143,7 +155,7 @@ class Checkpoints:
                 load_checkpoint(self.session, checkpoint, state, self.base)
                 return step, value
             where = damage or "on another rank"
-            self._warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
+            self.warn(f"the best checkpoint, of step {step}, is damaged and passed over: {where}")
         return None
 
 

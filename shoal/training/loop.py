@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -30,6 +30,14 @@ from shoal.types import MicroBatch, StepInfo, StepOutput
 
 _REQUEST = 1 << 40
 """Added to what ranks agree on after a step if hooks have asked for something; above the number of any signal."""
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """A run has to go on from its last checkpoint, without the samples since it."""
+
+    skip_to: int
+    """The position of the first sample to go on with."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Shell:
         self._evaluation: dict[str, float] = {}
         """The metrics of `_evaluated_step`."""
 
-    def fit(self, body: Body) -> Outcome:
+    def fit(self, body: Body) -> Outcome | GoBack:
         training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
         hooks, handle, before_step, after_step = self.hooks, self.hooks.run, *self._step_hooks()
@@ -124,6 +132,8 @@ class Shell:
                 watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
+                    if handle.requested_return is not None:
+                        return self._go_back(handle.requested_return)
                 if self._due(training.eval_steps):
                     self.evaluate(body)
                 if (self._save_soon or self._due(saving.every, saving.keep_every)) and self.step != self.total_steps:
@@ -144,6 +154,15 @@ class Shell:
             if every is not None and self.step % every == 0:
                 return True
         return False
+
+    def _go_back(self, reason: str) -> GoBack:
+        self._wait_for_disk()
+        last, position = self.checkpoints.manager.saved_step or 0, self.loaders.train.position
+        self.checkpoints.warn(
+            f"{one_line(reason)}: the run goes back from step {self.step} to step {last}, and leaves out the samples "
+            f"that it has seen since, up to position {position}"
+        )
+        return GoBack(position)
 
     def _step_hooks(self) -> tuple[bool, bool]:
         """Returns whether anyone has a hook before and after each step."""
@@ -201,6 +220,8 @@ class Shell:
         if self.hooks.run.logged:
             metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
+        if in_files and self.hooks.calls["after_log"]:
+            self.hooks.call("after_log", dict(metrics))
         if self.hooks.run.histograms:
             for name, histogram in self.hooks.take_histograms().items():
                 self.observers.loggers.histogram(self.step, name, histogram)
@@ -235,11 +256,13 @@ class Shell:
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
         self.hooks.call("before_save")
-        progress = {
+        progress: dict[str, Any] = {
             "step": self.step,
             "samples": self.loaders.train.position,
             "skipped_steps": self.observers.meter.skipped_steps(),
         }
+        if skipped := self.checkpoints.progress.skipped_samples:
+            progress["skipped_samples"] = [*map(list, skipped)]
         evaluation = self._evaluation if self._evaluated_step == self.step else None
         self.checkpoints.save(progress, evaluation, self.hooks.state())
         self._save_soon = False

@@ -12,6 +12,7 @@ from zlib import crc32
 from pydantic import ValidationError
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
+from shoal.checkpoint.folders import step_folders
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.inspect import as_dict
@@ -40,6 +41,8 @@ class Progress:
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    skipped_samples: tuple[tuple[int, int], ...] = ()
+    """The positions that were left out of training, each from one to before another."""
     evaluated: bool = False
     """True if the step of the checkpoint was evaluated before it was saved."""
     started_from: str = "scratch"
@@ -52,12 +55,22 @@ class Progress:
 
 
 def restore(
-    run: Run, session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
+    run: Run,
+    session: Session,
+    manager: CheckpointManager,
+    base: FrozenBase,
+    warn: Callable[[str], None],
+    goes_back: bool = False,
 ) -> Progress:
-    """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
+    """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good.
+
+    With `goes_back` this process has trained already, and goes back to its last checkpoint.
+    """
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
+    if goes_back and step_folders(manager.output_dir):
+        resume = "auto"  # what the config names was only where the run started
     strategy, held = session.strategy, session.strategy.held()
-    folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
+    folders = find_checkpoints(resume, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
@@ -92,6 +105,7 @@ def restore(
             evaluated="metrics" in checkpoint.trainer,
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             hooks=_hook_state(checkpoint, state),
+            skipped_samples=tuple((start, end) for start, end in checkpoint.trainer.get("skipped_samples", ())),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # a fresh start would soon delete what might still be rescued
@@ -120,10 +134,12 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState,
 
 
 def find_checkpoints(
-    run: Run, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
 ) -> list[Path]:
-    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start."""
-    resume = run.config.checkpoint.resume
+    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start.
+
+    `resume` is the value of checkpoint.resume.
+    """
     try:
         return find_resumable(resume, manager, warn, was_restarted)
     except PermissionError as error:
@@ -155,7 +171,7 @@ def _check_position(checkpoint: Checkpoint) -> None:
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
         numbers = {
-            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS)],
+            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS), *_skipped_positions(checkpoint.trainer)],
             1: [*sizes, about["layout"]["data_size"]],
         }
         right = isinstance(about["config"], dict) and all(
@@ -165,6 +181,10 @@ def _check_position(checkpoint: Checkpoint) -> None:
         right = False
     if not right:
         raise DamagedCheckpoint(f"{checkpoint.folder}: it does not say where in which run it was made")
+
+
+def _skipped_positions(trainer: Mapping[str, Any]) -> list[Any]:
+    return [position for start, end in trainer.get("skipped_samples", ()) for position in (start, end)]
 
 
 def _optimizer_change(checkpoint: Checkpoint, run: Run) -> str:

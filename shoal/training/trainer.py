@@ -52,9 +52,15 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
-        with watchdog, strategy, ExitStack() as resources:
-            shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
-            return shell.fit(RecipeBody(shell))
+        with watchdog, strategy:
+            skip_to: int | None = None
+            while True:
+                with ExitStack() as resources:
+                    shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources, skip_to)
+                    ended = shell.fit(RecipeBody(shell))
+                if isinstance(ended, Outcome):
+                    return ended
+                skip_to = ended.skip_to
 
 
 def open_shell(
@@ -65,8 +71,12 @@ def open_shell(
     watchdog: Watchdog,
     run_lock: RunLock,
     resources: ExitStack,
+    skip_to: int | None = None,
 ) -> Shell:
-    """Opens all that a run is made of, one after another."""
+    """Opens all that a run is made of, one after another.
+
+    `skip_to` is the position of the first sample to train on, if the run goes back to its last checkpoint.
+    """
     config = run.config
     warn = Warnings(Path(config.output_dir) / "logs" / "rank_0.log" if strategy.is_main_process else None)
     resources.callback(warn.close)
@@ -82,7 +92,7 @@ def open_shell(
     opening("building the model")
     session = assemble(recipe, strategy, config.training, config.experiment.seed)
     opening("restoring")
-    checkpoints = Checkpoints(run, session, run_lock, warn)
+    checkpoints = Checkpoints(run, session, run_lock, warn, skip_to)
     progress = checkpoints.progress
     watchdog.at("opening loaders and loggers", progress.step)
     loaders = open_loaders(session, config, data, progress, resources)

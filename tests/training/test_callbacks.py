@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.checkpoint import open_checkpoint
 from shoal.config import load_run
+from shoal.data.order import samples_at
 from shoal.errors import UserError
 from shoal.training import train
 
@@ -264,3 +265,84 @@ def test_a_histogram_counts_every_element() -> None:
 def test_histograms_that_nobody_would_see_are_refused(toy: ToyRun, keys: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         toy.train(*HISTOGRAMS, *keys)
+
+
+# Loss spikes
+
+SPIKE = "callbacks=[{name: loss_spike, factor: 50, window: 2}]"
+
+
+@pytest.fixture
+def spiked(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> ToyRun:
+    """A run in which one sample is far off, that of position 25: with batches of four it is in step 7."""
+    ((_, sample),) = samples_at(25, 1, epoch_size=103, seed=0, shuffle=True)
+    change_recipe('return {"x": x, "y": x * x}', f'return {{"x": x, "y": x * x + 100 * (i == {sample})}}')
+    return toy
+
+
+def ends_alike(one: Path, other: Path) -> None:
+    first, second = (open_checkpoint(output / "checkpoints" / "step_00000010") for output in (one, other))
+    assert {**first.trainer, "metrics": 0} == {**second.trainer, "metrics": 0}
+    a, b = first.read(), second.read()
+    torch.testing.assert_close(a.model, b.model, rtol=0, atol=0)
+    torch.testing.assert_close(a.optimizer, b.optimizer, rtol=0, atol=0)
+
+
+def test_a_run_goes_back_before_a_spike_and_leaves_the_samples_out(
+    spiked: ToyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spiked.train(f"experiment.output_dir={spiked.folder}/plain")
+    losses = spiked.metrics(output=spiked.folder / "plain")
+    assert losses[7] > 100 * losses[6]
+    capfd.readouterr()
+    outcome = spiked.train(SPIKE)
+    warnings = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "goes back from step 7 to step 6, and leaves out the samples" in warnings[0]
+    assert outcome.step == 10
+    kept = spiked.metrics()
+    assert sorted(kept) == [*range(1, 11)]
+    assert {step: kept[step] for step in range(1, 7)} == {step: losses[step] for step in range(1, 7)}
+    assert max(kept.values()) < losses[7] / 100
+    trainer = open_checkpoint(spiked.output / "checkpoints" / "step_00000010").trainer
+    assert (trainer["samples"], trainer["skipped_samples"]) == (44, [[24, 28]])
+
+
+@pytest.mark.parametrize("last", [4, 6, 8])
+def test_a_kill_around_a_spike_changes_nothing(spiked: ToyRun, last: int) -> None:
+    """After step 4 and 6 the spike comes again; the checkpoint of step 8 was saved after it."""
+    spiked.train(SPIKE, f"experiment.output_dir={spiked.folder}/whole")
+    spiked.train(SPIKE, "checkpoint.keep_last=9")
+    for step in range(last + 2, 12, 2):
+        shutil.rmtree(spiked.output / "checkpoints" / f"step_{step:08d}")
+    spiked.train(SPIKE)
+    ends_alike(spiked.output, spiked.folder / "whole")
+    assert spiked.metrics() == spiked.metrics(output=spiked.folder / "whole")
+
+
+def test_a_spike_before_the_first_checkpoint_starts_anew(spiked: ToyRun) -> None:
+    spiked.train(SPIKE, "checkpoint.every=null")
+    trainer = open_checkpoint(spiked.output / "checkpoints" / "step_00000010").trainer
+    assert (trainer["samples"], trainer["skipped_samples"]) == (68, [[0, 28]])
+
+
+def test_a_run_that_began_elsewhere_goes_back_to_its_own_checkpoint(spiked: ToyRun) -> None:
+    spiked.train("training.max_steps=4", "training.lr_scheduler=constant")
+    start = f"checkpoint.resume={spiked.output}/checkpoints/step_00000004"
+    keys = (SPIKE, start, "training.lr_scheduler=constant", f"experiment.output_dir={spiked.folder}/other")
+    spiked.train(*keys, "callbacks=[{name: loss_spike, factor: 50, window: 2}]")
+    trainer = open_checkpoint(spiked.folder / "other" / "checkpoints" / "step_00000010").trainer
+    assert trainer["skipped_samples"] == [[24, 28]]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_ranks_go_back_together(spiked: ToyRun, pool2: Pool, strategy: str) -> None:
+    keys = [SPIKE, "training.batch_size=2", f"distributed.strategy={strategy}"]
+    whole = [*keys, f"experiment.output_dir={spiked.folder}/whole"]
+    assert pool2.run(outcome_of, spiked.config, whole, init=False) == [(10, None)] * 2
+    pool2.run(outcome_of, spiked.config, [*keys, "checkpoint.keep_last=9"], init=False)
+    for step in (8, 10):
+        shutil.rmtree(spiked.output / "checkpoints" / f"step_{step:08d}")
+    pool2.run(outcome_of, spiked.config, keys, init=False)
+    ends_alike(spiked.output, spiked.folder / "whole")
+    assert open_checkpoint(spiked.output / "checkpoints" / "step_00000010").trainer["skipped_samples"] == [[24, 28]]
