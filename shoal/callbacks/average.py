@@ -34,7 +34,7 @@ class Average:
     def update(self, weight: Tensor) -> None:
         """Moves the average towards the weights by a fraction, a number on the device; 0 changes nothing."""
         for averages, parts in self._buckets:
-            move_towards(averages, parts, weight)
+            move_towards(averages, parts, weight.to(averages[0].device))  # another one only if DeepSpeed offloads
 
     def in_use(self) -> AbstractContextManager[None]:
         """Returns a context in which the model computes with the average."""
@@ -64,9 +64,9 @@ def _accumulator(part: Tensor) -> Tensor:
 def _buckets(values: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Returns averages and weights that are updated together."""
     buckets: list[tuple[list[Tensor], list[Tensor]]] = []
-    numel = _BUCKET_NUMEL
+    numel = 0
     for name, value in values.items():
-        if numel + value.numel() > _BUCKET_NUMEL:
+        if not buckets or numel + value.numel() > _BUCKET_NUMEL:
             buckets.append(([], []))
             numel = 0
         numel += value.numel()

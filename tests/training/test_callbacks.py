@@ -308,7 +308,7 @@ def test_a_run_goes_back_before_a_spike_and_leaves_the_samples_out(
     assert (trainer["samples"], trainer["skipped_samples"]) == (44, [[24, 28]])
 
 
-@pytest.mark.parametrize("last", [4, 6, 8])
+@pytest.mark.parametrize("last", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 8))])
 def test_a_kill_around_a_spike_changes_nothing(spiked: ToyRun, last: int) -> None:
     """After step 4 and 6 the spike comes again; the checkpoint of step 8 was saved after it."""
     spiked.train(SPIKE, f"experiment.output_dir={spiked.folder}/whole")
@@ -326,6 +326,7 @@ def test_a_spike_before_the_first_checkpoint_starts_anew(spiked: ToyRun) -> None
     assert (trainer["samples"], trainer["skipped_samples"]) == (68, [[0, 28]])
 
 
+@pytest.mark.slow
 def test_a_run_that_began_elsewhere_goes_back_to_its_own_checkpoint(spiked: ToyRun) -> None:
     spiked.train("training.max_steps=4", "training.lr_scheduler=constant")
     start = f"checkpoint.resume={spiked.output}/checkpoints/step_00000004"

@@ -16,9 +16,11 @@ from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.callbacks.average import Average
 from shoal.checkpoint import open_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
+from shoal.strategies.local_weights import LocalWeights
 from shoal.training import train
 
 EMA = "callbacks=[{name: ema, decay: 0.9OPTIONS}]"
@@ -102,17 +104,22 @@ def test_it_does_not_move_when_an_update_is_skipped(toy: ToyRun, change_recipe: 
 
 
 MESH = "distributed.strategy=mesh"
+ZERO = "distributed.strategy=deepspeed"
+PARTITIONED = "distributed.deepspeed.stage3_param_persistence_threshold=0"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ddp": (2, []),
     "fsdp": (2, ["distributed.strategy=fsdp"]),
     "grad_op": (2, ["distributed.strategy=fsdp", "distributed.fsdp.sharding_strategy=SHARD_GRAD_OP"]),
     "tp": (2, [MESH, "distributed.mesh.tp=2"]),
     "pp": (2, [MESH, "distributed.mesh.pp=2", "distributed.mesh.dp_shard=1"]),
+    "zero1": (2, [ZERO, "distributed.zero_stage=1"]),
+    "zero2": (2, [ZERO, "distributed.zero_stage=2", "distributed.offload=optimizer"]),
+    "zero3": (2, [ZERO, "distributed.zero_stage=3", PARTITIONED]),
     "tp_fsdp": (4, [MESH, "distributed.mesh.tp=2", "distributed.mesh.dp_shard=2"]),
     "pp_tp": (4, [MESH, "distributed.mesh.pp=2", "distributed.mesh.tp=2", "distributed.mesh.dp_shard=1"]),
 }
-IN_FOUR = [pytest.param(name, marks=pytest.mark.slow) for name, (procs, _) in LAYOUTS.items() if procs == 4]
-ROUND = [name for name, (procs, _) in LAYOUTS.items() if procs == 2]
+CHEAP = ("ddp", "fsdp", "tp", "pp")
+EACH_LAYOUT = [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in LAYOUTS]
 
 
 def layout_keys(layout: str) -> list[str]:
@@ -120,9 +127,11 @@ def layout_keys(layout: str) -> list[str]:
     return [*keys, "recipe=toy_recipe:Divisible", "training.eval_steps=5", *LAYOUTS.get(layout, (1, []))[1]]
 
 
-@pytest.mark.parametrize("layout", [*ROUND, *IN_FOUR])
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_every_layout_has_the_same_average(toy: ToyRun, pool2: Pool, pool4: Pool, layout: str) -> None:
     """Also if a run moves from the layout to one device and back, and evaluates in between."""
+    if layout.startswith("zero") and find_spec("deepspeed") is None:
+        pytest.skip("the package deepspeed is not installed")
     single = [*layout_keys("single"), f"experiment.output_dir={toy.folder}/single"]
     train_here(toy.config, single)
     pool, keys = {2: pool2, 4: pool4}[LAYOUTS[layout][0]], layout_keys(layout)
@@ -145,7 +154,9 @@ def test_it_is_stored_in_pieces(toy: ToyRun, pool2: Pool) -> None:
     assert [tensors["ema/average/0.weight"].shape for tensors in sizes] == [(8, 1), (8, 1)]
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["single", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero3"))]
+)
 def test_an_interrupted_run_has_the_same_bits(toy: ToyRun, pool2: Pool, layout: str) -> None:
     def run(*keys: str) -> None:
         whole = [*layout_keys(layout), *keys]
@@ -210,7 +221,25 @@ def test_bf16_weights_are_averaged_in_fp32(toy: ToyRun, change_recipe: Callable[
     assert all(not torch.equal(a, b) for a, b in pairwise(averages))
 
 
+def test_a_rank_may_hold_nothing_of_the_first_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And parameters are updated in several buckets as in one."""
+    model = torch.nn.ParameterList([torch.ones(0), torch.ones(3), torch.ones(2), torch.ones(4)])
+    for numel in (4, 1 << 26):
+        monkeypatch.setattr("shoal.callbacks.average._BUCKET_NUMEL", numel)
+        average = Average(LocalWeights(model))
+        with torch.no_grad():
+            for parameter in model:
+                parameter += 1
+        average.update(torch.tensor(0.5))
+        assert all(torch.equal(average.values[str(i)], model[i] - 0.5) for i in range(4))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
-def test_deepspeed_is_refused_by_name(toy: ToyRun) -> None:
-    with pytest.raises(UserError, match=r"ema and swa .* DeepSpeed divides parameters otherwise"):
-        toy.train(ema(), "distributed.strategy=deepspeed")
+def test_zero_on_one_process_has_the_same_average(toy: ToyRun) -> None:
+    keys = ("training.max_steps=3", "training.eval_steps=2", "model.dropout=0.0", ema())
+    toy.train(*keys, f"experiment.output_dir={toy.folder}/single")
+    toy.train(*keys, "distributed.strategy=deepspeed", "distributed.zero_stage=3", PARTITIONED)
+    torch.testing.assert_close(average(toy.output, 3), average(toy.folder / "single", 3), rtol=1e-4, atol=1e-6)
+    losses = toy.metrics("eval/loss"), toy.metrics("eval/loss", toy.folder / "single")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

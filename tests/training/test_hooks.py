@@ -208,7 +208,7 @@ def outcome_of(config: Path, overrides: list[str]) -> tuple[int, str | None]:
     return outcome.step, outcome.stop_reason
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_processes_resume_and_stop_alike(hooked: ToyRun, pool2: Pool, strategy: str) -> None:
     """The last rank alone asks to stop."""
     callbacks = entries("{name: 'toy_callbacks:Noisy', stop_at: 6}")
@@ -287,7 +287,7 @@ def test_ranks_that_want_different_rates_are_refused(hooked: ToyRun, pool2: Pool
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("emma", "callbacks (command line): name = 'emma' is unknown; set it to one of ema, "),
+        ("emma", "callbacks (command line): name = 'emma' is unknown; set it to one of early_stopping, ema, "),
         ("toy_callbacks:Noise", "has no 'Noise'; did you mean 'Noisy'?"),
         ("toy_recipe:Squares", "name = 'toy_recipe:Squares' is not a callback"),
         ("{every: 3}", "{'every': 3} has no name"),
