@@ -60,6 +60,7 @@ __all__ = [
     "foreach_sign_",
     "gradient_hooks",
     "is_fake",
+    "move_towards",
     "post_accumulate_hooks",
     "set_group_timeout",
     "shape_and_offset",
@@ -67,6 +68,7 @@ __all__ = [
     "skips_on_device",
     "storage_key",
     "uncompiled",
+    "version_of",
 ]
 
 
@@ -148,6 +150,21 @@ def declare_skips_on_device(optimizer: Optimizer) -> None:
 def is_fake(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape and no memory, under FakeTensorMode."""
     return isinstance(tensor, FakeTensor)
+
+
+def move_towards(values: list[Tensor], targets: list[Tensor], weight: Tensor) -> None:
+    """Moves tensors towards others of the same shapes by a fraction that is a number on the device.
+
+    By torch's functions for lists of tensors, which launch few kernels; torch.optim uses the same.
+    """
+    changes = torch._foreach_sub(targets, values)
+    torch._foreach_mul_(changes, weight)
+    torch._foreach_add_(values, changes)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place, which autograd counts."""
+    return tensor._version
 
 
 @contextmanager

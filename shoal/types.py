@@ -122,6 +122,8 @@ class TrainState:
     """The optimizer's tensors by parameter name, then by slot, such as `exp_avg`."""
     strategy: dict[str, Tensor] = field(default_factory=dict)
     """Tensors besides those: the loss scale of fp16, and the extra state of modules."""
+    callbacks: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of callbacks, by `<callback>/<name>`."""
 
 
 class Objective(Protocol):

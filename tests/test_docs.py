@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import textwrap
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -20,6 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.config import load_run
+from shoal.config.callbacks import CALLBACKS
 from shoal.config.schema import Config, LoaderConfig
 from shoal.config.schema_optimizers import Imported, ImportedOptimizer
 from shoal.config.yaml import format_value
@@ -116,6 +118,34 @@ def test_the_torchmetrics_object_in_the_docs_is_logged(tmp_path: Path, monkeypat
     assert "eval new f1 0." in result.stdout
 
 
+def test_the_callback_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = ROOT / "docs" / "callbacks.md"
+    (callback,), (_, section) = blocks(page, "python"), blocks(page, "yaml")
+    (tmp_path / "halve.py").write_text(callback)
+    (tmp_path / "squares.py").write_text(blocks(ROOT / "docs" / "recipes.md", "python")[0] + EVALUATED)
+    (tmp_path / "run.yaml").write_text(blocks(ROOT / "docs" / "recipes.md", "yaml")[0] + section)
+    sys.modules.pop("squares", None)
+    keys = [
+        "training.eval_steps=1",
+        "training.num_epochs=null",
+        "training.max_steps=9",
+        "training.lr_scheduler=constant",
+    ]
+    outcome = train(load_run(tmp_path / "run.yaml", [*keys, f"experiment.output_dir={tmp_path}/out"]))
+    assert outcome.metrics["train/learning_rate"] == load_run(tmp_path / "run.yaml").config.training.learning_rate / 4
+
+
+EVALUATED = """
+    def eval_data(self):
+        return self.train_data()
+
+    def after_evaluation(self, run, metrics):
+        metrics["eval/loss"] = 1.0
+"""
+"""Appended to the recipe of the docs: its hooks run first, and this one makes every evaluation as good as the first."""
+
+
 def test_the_table_of_methods_has_all_of_them() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     names = [name for name in vars(Recipe) if not name.startswith("_") and name != "Config"]
@@ -150,6 +180,9 @@ def key_tables() -> str:
         if _is_section(field.annotation):
             title = "`dataset:` (for every recipe)" if field.annotation is LoaderConfig else f"`{name}:`"
             text += _table(title, field.annotation) + _inner_tables(name, field.annotation)
+    for name, path in CALLBACKS.items():
+        module, _, kind = path.partition(":")
+        text += _table(f"`callbacks:` `{name}`", getattr(import_module(module), kind).Config)
     text += _table("`dataset:` of the recipes `bdh` and `causal_lm`", TextDataset)
     text += _table("`model:` of the recipe `causal_lm`", CausalLMConfig)
     sizes = "".join(f"| `{field.name}` | `{field.default}` |\n" for field in dataclasses.fields(BDHConfig))

@@ -13,7 +13,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
     "models": set(),
-    "recipes": BASE | {"models", "data", "weights"},
+    "callbacks": BASE | {"config", "parallel", "strategies"},
+    "recipes": BASE | {"callbacks", "models", "data", "weights"},
     "processes": BASE,
     "weights": BASE,
     "parallel": BASE | {"config"},
@@ -22,9 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
     "launch": BASE | {"checkpoint", "config", "processes"},
     "training": BASE
-    | {"config", "data", "observe", "checkpoint", "parallel", "processes", "strategies", "transform", "weights"},
+    | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
+    | {"weights"},
     "verify": BASE
-    | {"checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies", "training"}
+    | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
+    | {"training"}
     | {"transform", "weights"},
     "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
 }

@@ -57,11 +57,13 @@ def export(
     force: bool = False,
     base: Path | None = None,
     adapter_only: bool = False,
+    average: str | None = None,
 ) -> dict[str, Any]:
     """Writes the weights of a checkpoint to `out`, and compares what was written with the checkpoint.
 
     `dtype` converts the parameters; without it they stay as stored. The frozen base is read from the files in the
-    manifest, or from `base`; `adapter_only` leaves it out. Returns what `shoal checkpoint export --json` prints.
+    manifest, or from `base`; `adapter_only` leaves it out. `average` names a callback, such as `ema`, whose average
+    of the weights is exported in their place. Returns what `shoal checkpoint export --json` prints.
     """
     for option, value, choices in (("--to", to, _WRITERS), ("--dtype", dtype or "fp32", DTYPES)):
         if value not in choices:
@@ -79,7 +81,7 @@ def export(
         with as_user_error(f"{out} cannot be written", OSError, SafetensorError):
             beside.parent.mkdir(parents=True, exist_ok=True)
             discard(beside)
-            source = Source(checkpoint, dtype, adapter_only)
+            source = Source(checkpoint, dtype, adapter_only, average)
             notes = _WRITERS[to](source, beside)
             nbytes = _flush_with_default_mode(beside)
             swap_in(beside, out.absolute())
@@ -90,6 +92,8 @@ def export(
         ) from None
     finally:
         discard(beside)
+    if average:
+        notes = (f"{len(source.averaged)} tensors are the average of {average}", *notes)
     if adapter_only:
         notes = (f"only the adapter, for frozen weights in {files}", *notes)
     elif checkpoint.base:
@@ -120,13 +124,15 @@ def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_o
 class Source:
     """The tensors to export; `read` reads and converts one of them."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool):
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool, average: str | None):
         """Raises FrozenBaseError if a file of the frozen base is missing."""
+        self.averaged = _averaged_tensors(checkpoint, average) if average else {}
         self.checkpoint = checkpoint
         self.tensors: dict[str, StoredTensor] = checkpoint.stored_state().model  # type: ignore[assignment]
         for name, tensor in checkpoint.base.items() if not adapter_only else ():
             tensor.files.check(tensor.source.path)
             self.tensors[name] = tensor
+        self.tensors |= self.averaged
         # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
         buffers = checkpoint.manifest.get("buffers")
         kept = buffers if isinstance(buffers, list) else []
@@ -145,6 +151,25 @@ class Source:
         if tensor.dtype == torch.float16 and not tensor.isfinite().all() and stored.isfinite().all():
             raise UserError(f"--dtype fp16 cannot hold {name}, whose values go up to {stored.abs().max():g}; use bf16")
         return tensor
+
+
+def _averaged_tensors(checkpoint: Checkpoint, callback: str) -> dict[str, StoredTensor]:
+    """Returns the averages that a callback keeps in a checkpoint, by the names of the tensors that they replace."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for key, stored in checkpoint.stored_state().callbacks.items():
+        owner, _, rest = key.partition("/")
+        kind, _, name = rest.partition("/")
+        if kind in ("average", "buffer"):
+            found.setdefault(owner, {})[name] = stored  # type: ignore[assignment]
+    if callback not in found:
+        has = f"it has those of {', '.join(sorted(found))}" if found else "it has none"
+        raise UserError(f"--average {callback}: {checkpoint.folder} has no average of this callback; {has}")
+    averages, shapes = found[callback], checkpoint.shapes
+    if wrong := [name for name, stored in averages.items() if shapes.get(name) != [*stored.shape]]:
+        raise UserError(
+            f"--average {callback}: {checkpoint.folder} has no tensor of the shape of {min(wrong)}'s average"
+        )
+    return averages
 
 
 def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ FORMAT = 2
 """The format of checkpoints that refer to a frozen base: a shoal that knows only format 1 would load them without it.
 All other checkpoints have format 1."""
 MANIFEST = "manifest.json"
-SECTIONS = ("model", "optimizer", "strategy")
+SECTIONS = ("model", "optimizer", "strategy", "callbacks")
 """The first part of a stored tensor's name; each section has files of its own."""
 _MAX_NUMEL = 1 << 62  # a bound below which torch can count elements and their bytes
 _MAX_DIMENSIONS = 64

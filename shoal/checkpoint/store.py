@@ -4,7 +4,8 @@
       model.safetensors      every tensor under its name in the unwrapped model
       optimizer.safetensors  "<slot>/<parameter name>", such as "exp_avg/encoder"
       strategy.safetensors   tensors of the strategy itself, if it has any: the loss scale of fp16
-      trainer.json           step, consumed samples, counters
+      callbacks.safetensors  "<callback>/<name>", such as "ema/average/encoder", if callbacks keep tensors
+      trainer.json           step, consumed samples, counters, and what else callbacks keep
       manifest.json          written last: config, layout, versions, and a digest of everything else
 
 Frozen weights that a run read from files are not stored: the manifest refers to them (frozen_base.py).
@@ -91,8 +92,7 @@ class Checkpoint:
         """
         for name, stored in self.tensors.items():
             section, _, rest = name.partition("/")
-            parameter = rest.partition("/")[2] if section == "optimizer" else rest
-            tensor = held.get(parameter) if section != "strategy" else None
+            tensor = held.get(_tensor_in_model(section, rest))
             stored.check(tensor.region if tensor is not None and tensor.shape == stored.shape else None)
         state = self.stored_state()
         for name, base_tensor in self.base.items() if with_base else ():
@@ -109,23 +109,35 @@ class Checkpoint:
             raise type(error)(f"{self.folder} refers to frozen weights, but {error}; put the file back") from None
 
 
+def _tensor_in_model(section: str, name: str) -> str:
+    """Returns the tensor of the model as which a stored tensor is sharded; an empty name if it is stored whole."""
+    if section == "model":
+        return name
+    if section == "optimizer":  # <slot>/<parameter>
+        return name.partition("/")[2]
+    return name.split("/", 2)[2] if section == "callbacks" and name.count("/") > 1 else ""
+
+
 def flatten(state: TrainState) -> dict[str, Tensor]:
-    """Returns the tensors of a state by section and name: model/…, optimizer/<slot>/<parameter>, strategy/…"""
+    """Returns the tensors of a state by section and name: model/…, optimizer/<slot>/<parameter>, strategy/…,
+    callbacks/<callback>/…"""
     flat = {f"model/{name}": tensor for name, tensor in state.model.items()}
     flat |= {f"optimizer/{slot}/{name}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
-    return flat | {f"strategy/{name}": tensor for name, tensor in state.strategy.items()}
+    flat |= {f"strategy/{name}": tensor for name, tensor in state.strategy.items()}
+    return flat | {f"callbacks/{name}": tensor for name, tensor in state.callbacks.items()}
 
 
 def unflatten(tensors: Mapping[str, Any]) -> TrainState:
     """Returns the state with these tensors; the inverse of `flatten`. Values may be `StoredTensor`s as well."""
-    state = TrainState({}, {}, {})
+    state = TrainState({}, {}, {}, {})
+    others = {"model": state.model, "strategy": state.strategy, "callbacks": state.callbacks}
     for name, tensor in tensors.items():
         section, _, rest = name.partition("/")
         if section == "optimizer":
             slot, _, parameter = rest.partition("/")
             state.optimizer.setdefault(parameter, {})[slot] = tensor
         else:
-            (state.model if section == "model" else state.strategy)[rest] = tensor
+            others[section][rest] = tensor
     return state
 
 

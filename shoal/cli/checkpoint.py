@@ -125,13 +125,17 @@ def export(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Leave out the frozen weights that the checkpoint refers to.")
     ] = False,
+    average: Annotated[
+        str | None,
+        typer.Option("--average", metavar="CALLBACK", help="Export the average that a callback keeps, such as ema."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write the weights for other programs. The export is read again and compared with the checkpoint."""
     from shoal.checkpoint.export import export as write
 
-    done = write(step_dir, out, to, dtype, force, base, adapter_only)
+    done = write(step_dir, out, to, dtype, force, base, adapter_only, average)
     size = f"{done['tensors']} tensors, {_size(done['nbytes'])}, {done['dtype']}"
     _answer(as_json, done, f"{out}  {size}; read again: equal", *done["notes"])
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
-from shoal.errors import printable
+from shoal.errors import one_line, printable
 
 if TYPE_CHECKING:
     from shoal.config import Run
@@ -74,7 +74,10 @@ def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str
         if skipped := outcome.metrics.get("train/skipped_steps"):
             print(f"{skipped:g} of {outcome.step} updates were skipped because their gradient was not finite")
     print("run folder  ", printable(str(outcome.output_dir)))
-    if outcome.first_step < outcome.step < outcome.total_steps:
+    if outcome.stop_reason is not None:
+        reason = one_line(outcome.stop_reason)
+        print(f"ended early: {reason}; to train on, change the section callbacks or name a checkpoint.resume")
+    elif outcome.first_step < outcome.step < outcome.total_steps:
         print(f"the data ended before step {outcome.total_steps}")
     else:
         epochs = run.config.training.num_epochs

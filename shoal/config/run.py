@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from shoal.config.imports import add_folders, check_imports, did_you_mean, import_object
+from shoal.config.callbacks import CallbackChoice, check_callbacks
+from shoal.config.classes import import_class, say_choices
+from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
@@ -22,8 +23,6 @@ RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.cau
 """The recipes that have a short name."""
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 """The sections whose keys the recipe declares."""
-_CLASS_PATH = re.compile(r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
-"""`package.module:Class`, each part a name of Python."""
 DEFAULT = "default"
 """The source of values that neither a file nor the command line sets."""
 
@@ -39,6 +38,7 @@ class Run:
     """The sections that belong to the recipe, as its `Config`."""
     sources: Sources
     """Where each value was set, by dotted key."""
+    callbacks: tuple[CallbackChoice, ...] = ()
 
     def tree(self) -> Tree:
         """Returns all sections as nested dicts, shoal's and the recipe's, in the order of a config file."""
@@ -107,22 +107,18 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     recipe_config = validate(recipe_type.Config, recipe_sections, sources)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
-    return Run(config, recipe_type, recipe_config, sources)
+    callbacks = check_callbacks(config.callbacks, sources, import_from)
+    return Run(config, recipe_type, recipe_config, sources, callbacks)
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
     """Returns the class for `recipe: NAME` or `recipe: module:Class`, also from the current folder or `import_from`."""
     where = f"{named('recipe', sources)} = {name!r:.200}"
-    choices = f"one of {', '.join(RECIPES)}, or to your own as package.module:Class"
     if name is None:
-        raise UserError(f"recipe is missing; set it to {choices}")
-    if not isinstance(name, str) or not (name in RECIPES or _CLASS_PATH.match(name)):
-        raise UserError(f"{where} is unknown; set it to {choices}{did_you_mean(str(name)[:100], RECIPES)}")
-    path = RECIPES.get(name, name)
-    if name not in RECIPES:  # an export of an untrusted checkpoint must not import from the current folder
-        add_folders(import_from)
-    recipe_type = import_object(path, where)
+        raise UserError(f"recipe is missing; set it to {say_choices(RECIPES)}")
+    recipe_type = import_class(where, name, RECIPES, import_from)
     if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
-        class_name = path.partition(":")[2]
-        raise UserError(f"{where}: {class_name} is not a recipe; make it a subclass of shoal.recipes.Recipe")
+        raise UserError(
+            f"{where}: {name.rpartition(':')[2]} is not a recipe; make it a subclass of shoal.recipes.Recipe"
+        )
     return recipe_type

@@ -8,7 +8,7 @@ keys are the user's reference: `python tests/test_docs.py --write` writes them i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -279,6 +279,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()
+    callbacks: list[str | dict[str, Any]] = []  # noqa: RUF012, pydantic copies it
+    """What happens besides the steps: names of callbacks, or sections with a name and options."""
 
     @property
     def output_dir(self) -> str:

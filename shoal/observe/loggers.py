@@ -84,6 +84,12 @@ class Loggers:
     def text(self, step: int, tag: str, text: str) -> None:
         self._for_each(f"step {step}", lambda logger: logger.text(step, tag, text))
 
+    def histogram(self, step: int, tag: str, histogram: Mapping[str, Any]) -> None:
+        """Records a histogram where loggers can show one: in TensorBoard."""
+        for logger in self._loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.histogram(step, tag, histogram)
+
     def close(self) -> None:
         self._for_each("the end", lambda logger: logger.close())
         self._loggers.clear()
@@ -213,6 +219,10 @@ class TensorBoardLogger:
         from torch.utils.tensorboard.summary import text as summary_of
 
         self._write(step, summary=summary_of(tag, text))
+
+    def histogram(self, step: int, tag: str, histogram: Mapping[str, Any]) -> None:
+        """`histogram` has the fields of TensorBoard's HistogramProto."""
+        self._write(step, summary={"value": [{"tag": tag, "histo": histogram}]})
 
     def close(self) -> None:
         self._records.close()

@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from shoal.callbacks.hook_methods import HookMethods
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
 
 
-class Recipe:
+class Recipe(HookMethods):
     """The model, the data and the loss of a run. A recipe knows nothing about ranks, devices and batch sizes.
 
-    A subclass has to define `build_model`, `train_data`, `inputs` and `loss`; all other methods have defaults.
+    A subclass has to define `build_model`, `train_data`, `inputs` and `loss`; all other methods have defaults. Hooks,
+    such as `after_step`, do nothing.
     """
 
     class Config(BaseModel):

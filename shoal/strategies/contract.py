@@ -29,6 +29,7 @@ from shoal.processes.world import World
 from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped
+from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
 from shoal.strategies.update import Update
@@ -247,6 +248,10 @@ class DistributedStrategy(ABC):
         It is computed once, at the end of `prepare`, and moves no data.
         """
         return self._held
+
+    def local_weights(self, model: nn.Module) -> LocalWeights:
+        """Returns this rank's part of the trained parameters, for averages that are sharded as they are."""
+        return LocalWeights(model)
 
     @abstractmethod
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:

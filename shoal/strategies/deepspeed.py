@@ -33,9 +33,11 @@ from shoal.parallel.zero.partition import (
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Surroundings
+from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.module_state import check_storable
 from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update, check_optimizer
+from shoal.strategies.zero_weights import ZeroWeights
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
 from shoal.transform.loss_scale import LossScale
@@ -306,6 +308,14 @@ class ZeroStrategy(DistributedStrategy):
         """Puts whole gradients together from all ranks."""
         whole, factor = self._deepspeed.utils.safe_get_full_grad, self.data_size if self._stage == 3 else 1
         return {name: whole(p).detach() * factor for name, p in model.named_parameters() if p.requires_grad}
+
+    def local_weights(self, model: nn.Module) -> LocalWeights:
+        for key in self._folders:
+            raise UserError(
+                f"distributed.deepspeed.{key} = {getattr(self._zero, key)}: callbacks that average weights, such as "
+                "ema, need them in memory; offload to cpu, or leave the callback out"
+            )
+        return ZeroWeights(model, self._partition, self._rows, self._own_elements)
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         """Weights that every rank has are given as they are; all else in rows, made of flat stretches one at a time.

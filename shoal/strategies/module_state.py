@@ -67,7 +67,7 @@ class ModuleState:
             if type(value) is Tensor:
                 encoded[name] = value.detach().cpu().clone()
                 continue
-            if problem := _not_in_json(value):
+            if problem := find_not_in_json(value):
                 raise UserError(
                     f"{name}: get_extra_state of {type(module).__name__} returns {problem}, which a checkpoint "
                     "does not hold; return a tensor, or numbers, text, lists and dicts with text keys"
@@ -123,14 +123,14 @@ def check_storable(model: nn.Module) -> None:
             raise UserError(f"{name} {reason}{advice}")
 
 
-def _not_in_json(value: Any, path: str = "") -> str | None:
+def find_not_in_json(value: Any, path: str = "") -> str | None:
     """Returns what JSON would not give back unchanged in a value, in words; None if there is nothing."""
     if type(value) is dict:
         if odd := [key for key in value if type(key) is not str]:
             return f"a dict with the key {odd[0]!r}{path}"
-        inside = [_not_in_json(inner, f" at [{key!r}]{path}") for key, inner in value.items()]
+        inside = [find_not_in_json(inner, f" at [{key!r}]{path}") for key, inner in value.items()]
     elif type(value) is list:
-        inside = [_not_in_json(inner, f" at [{index}]{path}") for index, inner in enumerate(value)]
+        inside = [find_not_in_json(inner, f" at [{index}]{path}") for index, inner in enumerate(value)]
     else:
         return None if value is None or type(value) in (str, int, float, bool) else f"a {type(value).__name__}{path}"
     return next(filter(None, inside), None)

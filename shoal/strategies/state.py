@@ -47,7 +47,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
     """
     for name, tensor in named_tensors(model).items():
         if name in state.model:
-            local_part(tensor).copy_(_part(state.model[name], tensor))
+            local_part(tensor).copy_(part_in_layout(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -57,7 +57,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
                 optimizer.state.pop(parameter, None)  # one without state in the checkpoint has none afterwards
             for name, value in slots.items():
                 alike = tuple(value.shape) == tuple(whole.shape)
-                part = _part(value, whole) if alike else _part(value, value)
+                part = part_in_layout(value, whole) if alike else part_in_layout(value, value)
                 on_host = name == "step" and not part.ndim and not _counts_on_device(group)
                 device = part.device if on_host else local_part(whole).device
                 # In the same order in memory as the optimizer's own, because fused kernels go through memory.
@@ -85,7 +85,7 @@ def _counts_on_device(group: dict[str, Any]) -> bool:
 def restore_scale(own: dict[str, Tensor], state: TrainState) -> None:
     """Puts back the loss scale; a checkpoint of another precision has none."""
     for name in own.keys() & state.strategy.keys():
-        own[name].copy_(_part(state.strategy[name], own[name]))
+        own[name].copy_(part_in_layout(state.strategy[name], own[name]))
 
 
 def sharded_parameter(parameter: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def sharded_parameter(parameter: Tensor) -> Tensor:
     return getattr(parameter, "shard_of", parameter)
 
 
-def _part(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
+def part_in_layout(value: Tensor | StoredTensor, like: Tensor | StoredTensor) -> Tensor:
     """Returns this rank's part of `value` in the layout of `like`."""
     if not isinstance(like, DTensor):
         return value.read() if isinstance(value, StoredTensor) else value

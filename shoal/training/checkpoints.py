@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.tensors import local_part
+from shoal.training.hooks import HookState
 from shoal.training.optimizers import is_by_recipe
 from shoal.training.resume import Progress, load_checkpoint, optimizer_change, restore, state_for
 from shoal.training.session import Session
@@ -31,7 +33,15 @@ _PER_TENSOR_BYTES = 1000
 class Checkpoints:
     """Where a session's state is read from and written to."""
 
-    def __init__(self, run: Run, session: Session, run_lock: RunLock, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        run_lock: RunLock,
+        warn: Callable[[str], None],
+        skip_to: int | None = None,
+    ):
+        """`skip_to` is the position to go on from if this process goes back to its last checkpoint."""
         self.run, self.session, self.warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
         self.manager = CheckpointManager(
@@ -47,7 +57,10 @@ class Checkpoints:
         )
         self.manager.clean()
         self.base = FrozenBase(session.model, session.weights, session.state().model if session.weights.files else {})
-        self.progress: Progress = restore(run, session, self.manager, self.base, warn)
+        self.progress: Progress = restore(run, session, self.manager, self.base, warn, skip_to is not None)
+        if skip_to is not None:
+            skipped = (*self.progress.skipped_samples, (self.progress.samples, skip_to))
+            self.progress = replace(self.progress, samples=skip_to, skipped_samples=skipped)
         self.manager.saved_step = self.progress.step
         self.left_out = self.base.unchanged(session.state().model) if self.base.tensors else {}
         """The frozen tensors that checkpoints refer to instead of storing them."""
@@ -75,9 +88,11 @@ class Checkpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
-    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None) -> None:
+    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None, hooks: HookState) -> None:
         """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went."""
-        trainer = {**progress, **({"schedule": self.schedule_state()} if self.schedule_state else {})}
+        trainer = {**progress, **hooks.as_json()}
+        if self.schedule_state:
+            trainer["schedule"] = self.schedule_state()
         if evaluation is not None:
             trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
         about = {
@@ -88,6 +103,7 @@ class Checkpoints:
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())
+        state.callbacks.update(hooks.tensors)  # type: ignore[arg-type]  # none of them is on disk
         self._check_finite(state, progress["step"])
         with self._warns_if_unsaved():
             self.manager.save(state, trainer, about | base)
@@ -123,13 +139,14 @@ class Checkpoints:
             failed, good = self.manager.last_attempted_step, self.manager.saved_step
             self.warn(f"step {failed} could not be saved: {error}; the last checkpoint is {good}")
 
-    def find_best(self, load: bool, current_step: int) -> tuple[int, float] | None:
+    def find_best(self, load: bool, current_step: int, evaluated: str | None) -> tuple[int, float] | None:
         """Returns the best step and its value; loads its weights if asked to and they are not in the model already.
 
-        Of weights that are to be loaded, a damaged checkpoint is passed over.
+        `evaluated` is where a checkpoint has the weights that were evaluated, such as `ema/average`, if not in the
+        model. Of weights that are to be loaded, a damaged checkpoint is passed over.
         """
         for step, value in self.manager.best():
-            if not load or step == current_step:
+            if not load or (step == current_step and evaluated is None):
                 return step, value
             damage = ""
             try:
@@ -139,6 +156,9 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):
+                averages = state.callbacks.items() if evaluated else ()
+                prefix = f"{evaluated}/"
+                state.model.update({key.removeprefix(prefix): t for key, t in averages if key.startswith(prefix)})
                 load_checkpoint(self.session, checkpoint, state, self.base)
                 return step, value
             where = damage or "on another rank"

@@ -11,21 +11,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from shoal.config import Run
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.observe.memory import memory_gib
 from shoal.processes.desync import check_samples
 from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
+from shoal.training.hooks import Hooks
 from shoal.training.loaders import Loaders
 from shoal.training.observers import FOR_FILES_ALONE, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch, StepInfo, StepOutput
+
+_REQUEST = 1 << 40
+"""Added to what ranks agree on after a step if hooks have asked for something; above the number of any signal."""
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """A run has to go on from its last checkpoint, without the samples since it."""
+
+    skip_to: int
+    """The position of the first sample to go on with."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,8 @@ class Outcome:
     """As the last step left it, or with the best step's weights if `load_best_model_at_end` asked for them."""
     best_step: int | None = None
     """With `keep_best`: which of the steps that were saved was evaluated best."""
+    stop_reason: str | None = None
+    """Why a hook has ended the run, if one has."""
 
 
 class Body(Protocol):
@@ -77,7 +91,9 @@ class Shell:
         loaders: Loaders,
         stop: StopFlag,
         watchdog: Watchdog,
+        hooks: Hooks,
     ):
+        self.hooks = hooks
         self.run, self.config, self.session, self.strategy = run, run.config, session, session.strategy
         self.checkpoints, self.loaders = checkpoints, loaders
         self.stop, self.watchdog = stop, watchdog
@@ -85,30 +101,39 @@ class Shell:
         self.step = self.first_step = checkpoints.progress.step
         self.total_steps = loaders.total_steps
         self.stopped_by = 0
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = hooks.run.metrics
         self._save_soon = False
         """True if the next step should be saved: the evaluation was among the best, or the last save is long ago."""
         self._evaluated_step: int | None = None
         self._evaluation: dict[str, float] = {}
         """The metrics of `_evaluated_step`."""
 
-    def fit(self, body: Body) -> Outcome:
+    def fit(self, body: Body) -> Outcome | GoBack:
         training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
+        hooks, handle, before_step, after_step = self.hooks, self.hooks.run, *self._step_hooks()
+        self._start_hooks()
         if self.owes_evaluation():
             self.evaluate(body)
         watchdog.at("waiting for data", self.step + 1)
         with _collector_paused():
-            for micro_batches in islice(loader, max(0, self.total_steps - self.step)):
+            for micro_batches in islice(loader, self._steps_left()):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
+                if before_step:
+                    hooks.call("before_step")
                 output, info = body.take_step(micro_batches, self.step)
                 self.step += 1
                 self.observers.meter.add(output, info)
+                handle.step, handle.output, handle.info = self.step, output, info
+                if after_step:
+                    hooks.call("after_step")
                 advance(self.step)
                 watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
+                    if handle.requested_return is not None:
+                        return self._go_back(handle.requested_return)
                 if self._due(training.eval_steps):
                     self.evaluate(body)
                 if (self._save_soon or self._due(saving.every, saving.keep_every)) and self.step != self.total_steps:
@@ -117,7 +142,7 @@ class Shell:
                     self.check_sync(micro_batches)
                 if self._due(training.gc_steps):
                     gc.collect(1)
-                if self.agree_to_stop():
+                if self.agree_to_stop() or handle.stop_reason is not None:
                     break
                 watchdog.at("waiting for data", self.step + 1)
         outcome = self._finish(body)
@@ -129,6 +154,31 @@ class Shell:
             if every is not None and self.step % every == 0:
                 return True
         return False
+
+    def _go_back(self, reason: str) -> GoBack:
+        self._wait_for_disk()
+        last, position = self.checkpoints.manager.saved_step or 0, self.loaders.train.position
+        self.checkpoints.warn(
+            f"{one_line(reason)}: the run goes back from step {self.step} to step {last}, and leaves out the samples "
+            f"that it has seen since, up to position {position}"
+        )
+        return GoBack(position)
+
+    def _step_hooks(self) -> tuple[bool, bool]:
+        """Returns whether anyone has a hook before and after each step."""
+        return bool(self.hooks.calls["before_step"]), bool(self.hooks.calls["after_step"])
+
+    def _start_hooks(self) -> None:
+        if self._steps_left():
+            self.hooks.has_ended = False
+        if self.hooks.calls["on_start"]:
+            self.hooks.call("on_start")
+            self.agree_to_stop()
+
+    def _steps_left(self) -> int:
+        """Returns how many steps this process has to take. A run that a hook has ended takes no more."""
+        is_stopped = self.hooks.run.stop_reason is not None
+        return 0 if is_stopped else max(0, self.total_steps - self.step)
 
     def owes_evaluation(self) -> bool:
         """Returns whether the checkpoint that this run resumed from was due for an evaluation that never ran."""
@@ -142,9 +192,14 @@ class Shell:
         that one exchange decides both; a run that stops always saves.
         """
         self.watchdog.at("agreeing whether to stop", self.step)
-        agreed = self.strategy.max_over_ranks(2 * self.stop.signal + self.checkpoints.is_late())
-        self.stopped_by = agreed // 2
-        self._save_soon |= agreed % 2 == 1
+        number, is_late = self.stop.signal, int(self.checkpoints.is_late())
+        has_request = self.hooks.run.has_request
+        agreed = self.strategy.max_over_ranks(_REQUEST * has_request + 2 * number + is_late)
+        if agreed >= _REQUEST:  # all that the ranks have to say, because the sum is that of one of them
+            self.stopped_by, late = self.hooks.agree((number, is_late))
+        else:
+            self.stopped_by, late = divmod(agreed, 2)
+        self._save_soon |= late == 1
         return self.stopped_by > 0
 
     def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -163,7 +218,14 @@ class Shell:
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size
+        if self.hooks.run.logged:
+            metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
+        if in_files and self.hooks.calls["after_log"]:
+            self.hooks.call("after_log", dict(metrics))
+        if self.hooks.run.histograms:
+            for name, histogram in self.hooks.take_histograms().items():
+                self.observers.loggers.histogram(self.step, name, histogram)
         skipped, limit = self.observers.meter.skipped_in_a_row, self.config.training.max_skipped_steps
         if skipped >= limit:
             culprit = body.explain_skips(micro_batches)
@@ -179,25 +241,32 @@ class Shell:
         if not self.loaders.evaluation:
             return
         self.watchdog.at("evaluation", self.step)
-        if (evaluation := body.evaluate(self)) is not None:
+        with self.hooks.evaluating():
+            evaluation = body.evaluate(self)
+        if evaluation is not None:
             self._publish(evaluation)
             if body.preview is not None:
                 self.observers.loggers.text(self.step, "preview", body.preview)
             self._evaluation, self._evaluated_step = evaluation, self.step
             self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
+            self.hooks.call("after_evaluation", dict(evaluation))
         self.observers.meter.restart_clock(self.loaders.train)
 
     def save(self) -> None:
         """Saves the state; in the background it returns when the state is copied aside."""
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
-        progress = {
+        self.hooks.call("before_save")
+        progress: dict[str, Any] = {
             "step": self.step,
             "samples": self.loaders.train.position,
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }
-        self.checkpoints.save(progress, self._evaluation if self._evaluated_step == self.step else None)
+        if skipped := self.checkpoints.progress.skipped_samples:
+            progress["skipped_samples"] = [*map(list, skipped)]
+        evaluation = self._evaluation if self._evaluated_step == self.step else None
+        self.checkpoints.save(progress, evaluation, self.hooks.state())
         self._save_soon = False
         self.observers.meter.restart_clock(self.loaders.train)
 
@@ -215,6 +284,7 @@ class Shell:
     def _finish(self, body: Body) -> Outcome:
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
             self.evaluate(body)
+        self._end_hooks()
         self._wait_for_disk()
         manager = self.checkpoints.manager
         if manager.saved_step != self.step or self._save_soon:  # it may be saved without its value when data ends
@@ -234,13 +304,25 @@ class Shell:
             self.stopped_by,
             self.session.model,
             self._find_best() if self.config.checkpoint.keep_best else None,
+            self.hooks.run.stop_reason,
         )
+
+    def _end_hooks(self) -> None:
+        """Calls `on_end`, unless a signal came or it was called at this step before."""
+        hooks = self.hooks
+        if hooks.calls["on_end"] and not self.stopped_by and not hooks.has_ended:
+            self.watchdog.at("ending", self.step)
+            hooks.call("on_end")
+            hooks.has_ended = self._save_soon = True
+        if hooks.run.stop_reason is not None:
+            line = f"the run ends at step {self.step} of {self.total_steps}: {one_line(hooks.run.stop_reason)}"
+            self.observers.console.line(line)
 
     def _find_best(self) -> int | None:
         """Says which step was best, and loads it if asked to."""
         config = self.config.checkpoint
         loads = config.load_best_model_at_end and not self.stopped_by
-        if (best := self.checkpoints.find_best(loads, self.step)) is None:
+        if (best := self.checkpoints.find_best(loads, self.step, self.hooks.evaluated_weights())) is None:
             return None
         step, value = best
         path, loaded = self.checkpoints.manager.path_of(step), "; its weights are in the model" if loads else ""

@@ -163,6 +163,10 @@ class Report:
             )
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
+        if callbacks := shell.hooks.describe():
+            yield "callbacks", callbacks, ("callbacks",)
+        if own_hooks := shell.hooks.describe_recipe():
+            yield "recipe's hooks", own_hooks, ()
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30
         parts = {
             f"every {saving.every} steps and at the end" if saving.every else "only at the end": True,

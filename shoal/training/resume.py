@@ -13,8 +13,10 @@ from zlib import crc32
 from pydantic import ValidationError
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, open_checkpoint
+from shoal.checkpoint.folders import step_folders
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
+from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable, is_allowed
 from shoal.checkpoint.regions import Held
 from shoal.config import Run, derive_batches
@@ -23,6 +25,7 @@ from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.parallel.sharding.trial import builder_of
 from shoal.strategies import DistributedStrategy
+from shoal.training.hooks import HookState
 from shoal.training.metric_sums import SinceLog
 from shoal.training.optimizers import build_optimizer, is_by_recipe, kept_slots
 from shoal.training.schedules import SCHEDULING
@@ -43,6 +46,8 @@ class Progress:
     skipped_steps: int = 0
     since_log: SinceLog = field(default_factory=SinceLog)
     """What the next line of the log adds to."""
+    skipped_samples: tuple[tuple[int, int], ...] = ()
+    """The positions that were left out of training, each from one to before another."""
     evaluated: bool = False
     """True if the step of the checkpoint was evaluated before it was saved."""
     started_from: str = "scratch"
@@ -52,15 +57,27 @@ class Progress:
     """What a schedule that follows evaluations had noted."""
     made_with: TrainingConfig | None = None
     """The section `training`, with the schedule that the checkpoint was made with."""
+    hooks: HookState = field(default_factory=HookState)
+    """The state of recipe and callbacks in the checkpoint."""
 
 
 def restore(
-    run: Run, session: Session, manager: CheckpointManager, base: FrozenBase, warn: Callable[[str], None]
+    run: Run,
+    session: Session,
+    manager: CheckpointManager,
+    base: FrozenBase,
+    warn: Callable[[str], None],
+    goes_back: bool = False,
 ) -> Progress:
-    """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good."""
+    """Loads the last good checkpoint, if there is any; raises UserError if there are some and none is good.
+
+    With `goes_back` this process has trained already, and goes back to its last checkpoint.
+    """
     resume, allowed = run.config.checkpoint.resume, run.config.checkpoint.allow_changed
+    if goes_back and step_folders(manager.output_dir):
+        resume = "auto"  # what the config names was only where the run started
     strategy, held = session.strategy, session.strategy.held()
-    folders = find_checkpoints(run, manager, warn, strategy.world.was_restarted)
+    folders = find_checkpoints(resume, manager, warn, strategy.world.was_restarted)
     _check_same_storage(folders, manager, strategy)
     damages: list[str] = []
     for folder in folders:
@@ -99,6 +116,8 @@ def restore(
             evaluated="metrics" in checkpoint.trainer,
             schedule=checkpoint.trainer.get("schedule"),
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
+            hooks=_hook_state(checkpoint, state),
+            skipped_samples=tuple((start, end) for start, end in checkpoint.trainer.get("skipped_samples", ())),
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # a fresh start would soon delete what might still be rescued
@@ -127,10 +146,12 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState,
 
 
 def find_checkpoints(
-    run: Run, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
 ) -> list[Path]:
-    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start."""
-    resume = run.config.checkpoint.resume
+    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start.
+
+    `resume` is the value of checkpoint.resume.
+    """
     try:
         return find_resumable(resume, manager, warn, was_restarted)
     except PermissionError as error:
@@ -162,7 +183,7 @@ def _check_position(checkpoint: Checkpoint) -> None:
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
         numbers = {
-            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS)],
+            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS), *_skipped_positions(checkpoint.trainer)],
             1: [*sizes, about["layout"]["data_size"]],
         }
         right = isinstance(about["config"], dict) and all(
@@ -174,6 +195,10 @@ def _check_position(checkpoint: Checkpoint) -> None:
         raise DamagedCheckpoint(
             f"{checkpoint.folder}: its manifest or trainer.json lacks a valid step, position or batch size"
         )
+
+
+def _skipped_positions(trainer: Mapping[str, Any]) -> list[Any]:
+    return [position for start, end in trainer.get("skipped_samples", ()) for position in (start, end)]
 
 
 def _since_log(checkpoint: Checkpoint) -> SinceLog:
@@ -229,6 +254,13 @@ def _check_allowed(change: OptimizerChange | None, checkpoint: Checkpoint, run: 
             f"does not fit; set it back, choose another experiment.output_dir, or list {change.key} in "
             "checkpoint.allow_changed to start the optimizer with fresh state"
         )
+
+
+def _hook_state(checkpoint: Checkpoint, state: TrainState) -> HookState:
+    """Returns the state of recipe and callbacks in a checkpoint. Entries that are not objects count as absent."""
+    run, values = (as_dict(checkpoint.trainer.get(key)) for key in ("hooks", "callbacks"))
+    values = {name: as_dict(value) for name, value in values.items()}
+    return HookState(run, values, state.callbacks, checkpoint.manifest["config"].get("callbacks"))
 
 
 def _stored_slots(checkpoint: Checkpoint) -> set[str]:

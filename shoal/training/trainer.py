@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.processes.board import once_per_node
@@ -22,7 +23,8 @@ from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.evaluation import Evaluation
 from shoal.training.forward_writes import check_forward_writes
-from shoal.training.loaders import count_steps, open_data, open_loaders, unknown_metric
+from shoal.training.hooks import Hooks
+from shoal.training.loaders import Data, Loaders, count_steps, open_data, open_loaders, unknown_metric
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
@@ -54,11 +56,17 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
-        with watchdog, strategy, ExitStack() as resources:
-            shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
-            body = RecipeBody(shell)
-            body.check_best_metric(shell)
-            return shell.fit(body)
+        with watchdog, strategy:
+            skip_to: int | None = None
+            while True:
+                with ExitStack() as resources:
+                    shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources, skip_to)
+                    body = RecipeBody(shell)
+                    body.check_best_metric(shell)
+                    ended = shell.fit(body)
+                if isinstance(ended, Outcome):
+                    return ended
+                skip_to = ended.skip_to
 
 
 def open_shell(
@@ -69,8 +77,12 @@ def open_shell(
     watchdog: Watchdog,
     run_lock: RunLock,
     resources: ExitStack,
+    skip_to: int | None = None,
 ) -> Shell:
-    """Opens all that a run is made of, one after another."""
+    """Opens all that a run is made of, one after another.
+
+    `skip_to` is the position of the first sample to train on, if the run goes back to its last checkpoint.
+    """
     config = run.config
     warn = Warnings(Path(config.output_dir) / "logs" / "rank_0.log" if strategy.is_main_process else None)
     resources.callback(warn.close)
@@ -86,16 +98,49 @@ def open_shell(
     opening("building the model")
     session = assemble(recipe, strategy, config.training, config.experiment.seed)
     opening("restoring")
-    checkpoints = Checkpoints(run, session, run_lock, warn)
+    checkpoints = Checkpoints(run, session, run_lock, warn, skip_to)
     progress = checkpoints.progress
     watchdog.at("opening loaders and loggers", progress.step)
     loaders = open_loaders(session, config, data, progress, resources)
     _warn_of_jump(run, recipe, progress, loaders.total_steps, loaders.epoch_size, warn)
-    shell = Shell(run, session, checkpoints, loaders, stop, watchdog)
+    hooks = _open_hooks(run, session, data, checkpoints, loaders, warn)
+    hooks.run.keep_alive = lambda: watchdog.at("ending", hooks.run.step)
+    shell = Shell(run, session, checkpoints, loaders, stop, watchdog, hooks)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)
     return shell
+
+
+def _open_hooks(
+    run: Run,
+    session: Session,
+    data: Data,
+    checkpoints: Checkpoints,
+    loaders: Loaders,
+    warn: Callable[[str], None],
+) -> Hooks:
+    """Builds the callbacks, and gives them and the recipe their state of the checkpoint."""
+    progress, config = checkpoints.progress, run.config
+    handle = RunHandle(
+        config=config,
+        recipe=session.recipe,
+        strategy=session.strategy,
+        model=session.model,
+        optimizer=session.optimizer,
+        output_dir=Path(config.output_dir),
+        step=progress.step,
+        total_steps=loaders.total_steps,
+        training_data=lambda: session.loader(data.train, progress.batches, end=data.epoch_size),
+        epoch_size=data.epoch_size,
+    )
+    hooks = Hooks(session.recipe, run.callbacks, handle)
+    if progress.step:
+        hooks.load_state(progress.hooks, progress.started_from, warn)
+    # Whoever changes the callbacks, or names a checkpoint, wants a run to go on that a hook has ended.
+    if progress.hooks.section != config.callbacks or config.checkpoint.resume != "auto":
+        handle.stop_reason = None
+    return hooks
 
 
 def _warn_of_jump(
@@ -125,6 +170,7 @@ class RecipeBody:
             self._follow_evaluations(shell, self.schedule)
         self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
         self._report: Report | None = Report(shell)
+        self._hooks, self._before_update = shell.hooks, bool(shell.hooks.calls["before_update"])
 
     def _follow_evaluations(self, shell: Shell, schedule: PlateauSchedule) -> None:
         """Gives the schedule what it had noted when the checkpoint was saved, and lets it be saved again."""
@@ -135,8 +181,10 @@ class RecipeBody:
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
             return self._take_first_step(micro_batches, step, self._report)
-        set_learning_rate(self.optimizer, self.schedule(step))
+        set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+        if self._before_update:
+            self._hooks.call("before_update")
         return output, self.strategy.step(self.optimizer, self._max_norm)
 
     def _take_first_step(

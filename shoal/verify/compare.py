@@ -82,6 +82,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         _gradients("later gradients", reference.later_gradients, first.later_gradients, bounds),
         *(_weights(name, reference, first, *tensors, bounds) for name, tensors in weights.items()),
         _untrained(reference, first, bounds),
+        *_hook_tensors(reference, first, bounds),
         _equal_scalars("evaluation", reference.evaluation, [rank.evaluation for rank in ranks], bounds.gradient),
         *_updates(reference, ranks),
         *_work(reference, ranks, expected),
@@ -228,6 +229,21 @@ def _untrained(reference: Trace, first: Trace, bounds: Bounds) -> Check:
         return replace(check, detail=check.detail if names else "the model has none")
     hint = "; if it depends on the samples of a batch, each rank has changed it by its own, and rank 0's value is kept"
     return replace(check, detail=check.detail + hint)
+
+
+def _hook_tensors(reference: Trace, first: Trace, bounds: Bounds) -> list[Check]:
+    """Compares what callbacks keep, such as an average of the weights, if they keep anything."""
+    expected, got = reference.hook_tensors, first.hook_tensors
+    if not expected and not got:
+        return []
+    if missing := expected.keys() ^ got.keys():
+        return [Check("callbacks", False, f"{min(missing)} is kept in only one of the two")]
+    allowed = {}
+    for key, tensor in expected.items():
+        start = reference.start.get(key.split("/", 2)[-1])
+        moved = _distance(tensor, start) if start is not None and start.shape == tensor.shape else 0.0
+        allowed[key] = bounds.sgd_weights * moved + bounds.floor * tensor.double().norm().item()
+    return [_within("callbacks", expected, got, allowed)]
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

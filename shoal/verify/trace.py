@@ -8,11 +8,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import coordinates
@@ -25,6 +27,7 @@ from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.evaluation import Evaluation
+from shoal.training.hooks import Hooks
 from shoal.training.metric_sums import means, sum_over_ranks, to_host
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
@@ -32,6 +35,8 @@ from shoal.types import MicroBatch, StepOutput, TrainState
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
+AVERAGES = ("ema", "swa")
+"""The built-in callbacks whose tensors every layout must have alike."""
 UPDATE_LEARNING_RATE = 0.01
 """For the update alone: large enough that weight decay is far above the precision of the weights."""
 SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
@@ -67,6 +72,8 @@ class Trace:
     """From the reference's weights after the last step, on the batch after it."""
     sgd_weights: dict[str, Tensor] = field(default_factory=dict)
     """With buffers, as a checkpoint would have them."""
+    hook_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """What callbacks and the recipe's hooks keep after the steps with SGD, such as an average of the weights."""
     evaluation: list[float] = field(default_factory=list)
     """The loss of an evaluation after the last step with SGD, on the batch after it."""
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -124,7 +131,7 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
 def _drop_tensors(trace: Trace) -> None:
     """Empties what is compared of the first rank alone, whose tensors are whole, so that it is not sent."""
     for name in (
-        *("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights"),
+        *("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights", "hook_tensors"),
         *("updated", "moments", "resumed"),
     ):
         setattr(trace, name, {})
@@ -144,10 +151,13 @@ class _Tracer:
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
+        hooks = self._hooks(steps)
+        hooks.call("on_start")
         with closing(self._loader()) as loader:
             batches, measured, seen, expected = iter(loader), list[Mapping[str, Any]](), set[int](), 0
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
+                hooks.call("before_step")
                 with watch if step == 0 else nullcontext(), seeds_at_forward(self.model) as seeds:
                     output = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
                 if step == 0:
@@ -162,7 +172,12 @@ class _Tracer:
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(output.loss.item())
                 measured.append(output.metrics)
-                trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
+                hooks.call("before_update")
+                info = self.strategy.step(self.optimizer, trace.max_norm)
+                trace.grad_norms.append(info.grad_norm.item())
+                hooks.run.step, hooks.run.output, hooks.run.info = step + 1, output, info
+                hooks.call("after_step")
+            trace.hook_tensors = _whole(dict(hooks.state().tensors))  # type: ignore[arg-type]
             trace.reuses_seeds = len(seen) < expected
             self._note_metrics(measured)
             trace.sgd_weights = _whole(self.session.state().model)
@@ -230,6 +245,24 @@ class _Tracer:
             by_recipe=False,
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
+
+    def _hooks(self, steps: int) -> Hooks:
+        """Returns the hooks of the recipe, and those built-in callbacks that keep something of the weights.
+
+        Callbacks of the user may write files or talk to services, and are left out.
+        """
+        handle = RunHandle(
+            config=self.run.config,
+            recipe=self.recipe,
+            strategy=self.strategy,
+            model=self.model,
+            optimizer=self.optimizer,
+            output_dir=Path(self.run.config.output_dir),
+            step=0,
+            total_steps=steps,
+        )
+        averages = tuple(choice for choice in self.run.callbacks if choice.name.partition(".")[0] in AVERAGES)
+        return Hooks(self.recipe, averages, handle)
 
     def _loader(self) -> Loader:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))

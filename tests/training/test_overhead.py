@@ -20,10 +20,11 @@ HOME = str(Path(shoal.__file__).parent)
 FIRST, LAST = 10, 30  # between the ends of these two steps: no start-up, no line of the log, no checkpoint
 
 OWN_CALLS = 88  # 86 in Python 3.11, 13 of them to seed generators; fewer since 3.12, where a comprehension is no call
+CALLBACK_CALLS = 30
 ALL_CALLS = 350  # 315 with torch 2.13, most of them in its optimizer; other versions differ by some
 
 
-def calls_per_step(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def calls_per_step(toy: ToyRun, monkeypatch: pytest.MonkeyPatch, *keys: str) -> tuple[float, float]:
     """In shoal's own code, and in all; training as a user does."""
     calls: Counter[str] = Counter()
 
@@ -41,7 +42,7 @@ def calls_per_step(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> tuple[float,
 
     monkeypatch.setattr(RecipeBody, "take_step", take_step_and_look)
     try:
-        toy.train("training.max_steps=40", "logging.every=1000", "checkpoint.every=null")
+        toy.train("training.max_steps=40", "logging.every=1000", "checkpoint.every=null", *keys)
     finally:
         sys.setprofile(None)
     own = sum(number for file, number in calls.items() if file.startswith(HOME))
@@ -63,6 +64,30 @@ def test_one_metric_adds_few_calls(toy: ToyRun, change_recipe: Callable[[str, st
     with pytest.MonkeyPatch.context() as patches:
         _, total = calls_per_step(toy, patches)
     assert 1 <= total - without <= 30
+
+
+TRIVIAL = """
+from shoal.callbacks import Callback
+
+
+class Trivial(Callback):
+    def before_step(self, run):
+        pass
+
+    def after_step(self, run):
+        run.log("trivial/step", run.step)
+"""
+
+
+def test_a_callback_costs_few_calls(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shoal's and the callback's code; 4 in Python 3.11 and 0 without a callback."""
+    (toy.folder / "trivial.py").write_text(TRIVIAL)
+    _, without = calls_per_step(toy, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(toy.folder))
+    output = f"experiment.output_dir={toy.folder}/other"
+    _, total = calls_per_step(toy, monkeypatch, "callbacks=['trivial:Trivial']", output)
+    assert without < total <= without + CALLBACK_CALLS
 
 
 def test_a_layer_of_callbacks_would_be_noticed(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -82,6 +83,59 @@ class Frozen(Ragged):
         model[1].requires_grad_(False)
         model[3].requires_grad_(False)
         return model
+
+
+class AveragesItself(Ragged):
+    """Keeps an average in the model, which every forward changes in place."""
+
+    def build_model(self) -> nn.Module:
+        return WithAverage(super().build_model())
+
+
+class WithAverage(nn.Module):
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net, self.average = net, copy.deepcopy(net).requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            for average, parameter in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                average.lerp_(parameter, 0.1)
+        output: Tensor = self.net(input)
+        return output
+
+
+class AveragesByData(AveragesItself):
+    """Changes it behind autograd's back, which does not count as a change in place."""
+
+    def build_model(self) -> nn.Module:
+        return WithHiddenAverage(super(AveragesItself, self).build_model())
+
+
+class WithHiddenAverage(WithAverage):
+    def forward(self, input: Tensor) -> Tensor:
+        for average, parameter in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            average.data.lerp_(parameter.data, 0.1)
+        output: Tensor = self.net(input)
+        return output
+
+
+class AveragesInHook(AveragesItself):
+    """Changes it after each step, where parameters are not gathered."""
+
+    def build_model(self) -> nn.Module:
+        return ByHook(super(AveragesItself, self).build_model())
+
+    def after_step(self, run: Any) -> None:
+        with torch.no_grad():
+            for average, parameter in zip(run.model.average.parameters(), run.model.net.parameters(), strict=True):
+                average.lerp_(parameter, 0.1)
+
+
+class ByHook(WithAverage):
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.net(input)
+        return output
 
 
 class Quiet(Ragged):

@@ -257,6 +257,17 @@ class Partition:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @torch.no_grad()
+    def publish_weights(self) -> None:
+        """Makes the weights in `flats`, which were changed, those that all ranks compute with."""
+        if self.stage < 3:
+            self.zero.update_lp_params()
+            return
+        for group in self.members:
+            with self.at_hand(group, write=True):
+                pass
+        self.settle()
+
+    @torch.no_grad()
     def settle(self) -> None:
         """Is called after all weights and slots were loaded."""
         if self.stage < 3:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shoal.config.layout import Layout
+from shoal.parallel.sharding.frozen import FrozenWatch
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.tensors import DTYPES
 
@@ -26,6 +27,7 @@ class FSDPEngine(PlainEngine):
             self.parameter_device = torch.device("cpu")
         self.units: Sequence[str] = ()
         self._sharded: list[FSDPModule] = []
+        self._frozen: FrozenWatch | None = None
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
         assert self.mesh is not None
@@ -57,6 +59,8 @@ class FSDPEngine(PlainEngine):
             )
         modules = {id(module): module for root in (model, *roots) for module in root.modules()}
         self._sharded = [module for module in modules.values() if isinstance(module, FSDPModule)]
+        units_and_roots = {name: module for name, module in model.named_modules() if module in set(self._sharded)}
+        self._frozen = FrozenWatch(units_and_roots)
         for root in roots if fsdp.forward_prefetch else ():
             inside = set(root.modules())
             inner = [unit for unit in map(model.get_submodule, units) if unit in inside]
@@ -74,6 +78,10 @@ class FSDPEngine(PlainEngine):
         root.set_requires_gradient_sync(last or self.layout.fsdp.reduce_every_micro_batch)
         root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
         return nullcontext()
+
+    def check_frozen(self) -> None:
+        if self._frozen is not None:
+            self._frozen.check()
 
     def reshard(self) -> None:
         for module in self._sharded:
