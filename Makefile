@@ -15,7 +15,7 @@ help:
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
 demo: .venv/.ready
-	$(BIN)/shoal train configs/demo.yaml
+	$(BIN)/shoal demo
 
 test: .venv/.ready-dev lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
