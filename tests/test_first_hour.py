@@ -18,7 +18,7 @@ from shoal.config import load_run
 from shoal.config.shipped import FOLDER, copy_config, shipped_configs
 
 ROOT = Path(__file__).parent.parent
-TINY = ["training.max_steps=2", "dataset.seq_length=32", "training.global_batch_size=2", "training.eval_batches=1"]
+TINY = ["training.max_steps=2", "model.n_layer=1", "dataset.seq_length=32", "training.eval_batches=1"]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_demo_trains_in_any_folder_and_says_how_to_go_on(tmp_path: Path) -> None
     result = call_shoal(tmp_path, "demo", *TINY)
     assert result.returncode == 0, result.stderr
     assert "finished at step 2" in result.stdout
-    assert "shoal demo dataset.seq_length=32" in result.stdout
+    assert "shoal demo model.n_layer=1" in result.stdout
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "step_00000002").is_dir()
 
 

@@ -100,7 +100,10 @@ def diff(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints: weights, optimizer, position. To the bit unless --rtol is given; exit 1 if they differ."""
+    """Compare two checkpoints, to the bit unless --rtol is given; exit 1 if they differ.
+
+    Weights, optimizer state and the position in the data are compared, whatever layouts wrote them.
+    """
     from shoal.checkpoint import inspect
 
     if rtol is not None and not 0 <= rtol < float("inf"):

@@ -27,10 +27,10 @@ def ls(debug: Debug = False) -> None:
 
 @app.command()
 def cp(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `shoal configs ls` lists.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name from the list of shoal configs ls.")],
     to: Annotated[
         Path,
-        typer.Argument(metavar="[TO]", help="The folder to copy to, or a file name that ends in .yaml."),
+        typer.Argument(metavar="TO", help="The folder to copy to, or a file name that ends in .yaml."),
     ] = Path("configs"),
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
     debug: Debug = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -34,7 +33,7 @@ def init(
 
 def write_project(folder: Path) -> None:
     """Writes the files of the template into a folder that is empty or does not exist."""
-    name = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119: the name of `.` too, and links stay
+    name = folder.resolve().name
     if not _NAME.fullmatch(name):
         raise UserError(
             f"NAME = {name!r:.200}: this cannot name a project; use up to 100 letters, digits, - and _, a letter first"

@@ -19,10 +19,11 @@ from shoal.errors import UserError, one_line
 
 app = typer.Typer(
     help="Distributed training on PyTorch. A recipe in Python says what to train (model, data, loss), a config file in "
-    "YAML says how: steps, precision, and how it is spread over GPUs and machines. New here? Try `shoal demo`, then "
-    "`shoal init my_project`.",
+    "YAML says how: steps, precision, and how it is spread over GPUs and machines.\n\nNew to shoal? Try shoal demo, "
+    "then shoal init my_project.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # wraps paragraphs to the width of the terminal
     pretty_exceptions_enable=False,
 )
 

@@ -18,7 +18,7 @@ def verify(
     procs: Annotated[int, typer.Option(help="Number of processes to check layouts on.")] = 2,
     strategies: Annotated[
         str,
-        typer.Option(help="Layouts to check, such as ddp,fsdp; `own` is that of the config. Default: all that fit."),
+        typer.Option(help="Layouts to check, such as ddp,fsdp; 'own' is that of the config. Default: all that fit."),
     ] = "",
     steps: Annotated[int, typer.Option(help="Number of steps to train in each layout.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
