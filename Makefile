@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .PHONY: demo test test-slow test-gpu lint docs bench soak clean help
 
 help:
-	@echo "make demo       train a small language model here and now"
+	@echo "make demo       train a small language model on this machine"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that take minutes (compilers)"
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
