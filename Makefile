@@ -33,7 +33,7 @@ lint: .venv/.ready-dev
 	$(BIN)/mypy
 
 docs: .venv/.ready-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 bench: .venv/.ready-bench

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,15 @@ def test_demo_trains_in_any_folder_and_says_how_to_go_on(tmp_path: Path) -> None
 
 def test_the_clones_configs_are_those_of_the_package() -> None:
     assert (ROOT / "configs").resolve() == FOLDER
+
+
+def test_every_file_of_the_package_that_is_not_code_is_in_the_wheel() -> None:
+    """Looks at the patterns only; the slow test below builds and installs a wheel."""
+    package = ROOT / "shoal"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["shoal"]
+    listed = {path for pattern in patterns for path in package.glob(pattern)}
+    present = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert FOLDER / "demo.yaml" in present <= listed
 
 
 def test_configs_are_listed_with_what_they_train(tmp_path: Path) -> None:
@@ -161,20 +171,11 @@ def test_an_installed_wheel_has_all_it_needs(tmp_path: Path) -> None:
     assert {path.relative_to(ROOT).as_posix() for path in shipped} <= names
 
     def run(*arguments: str) -> str:
-        """Runs the installed package with the libraries of this environment, where the clone cannot be imported."""
-        code = (
-            "import sys, importlib.abc, pathlib\n"
-            f"sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-            f"sys.path = [p for p in sys.path if pathlib.Path(p or '.').resolve() != pathlib.Path({str(ROOT)!r})]\n"
-            "import shoal\n"
-            f"assert pathlib.Path(shoal.__file__).is_relative_to({str(installed)!r}), shoal.__file__\n"
-            "from shoal.cli import main\nmain()\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        """Runs Python in a folder from where the clone is not seen, with the libraries of this environment."""
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
+            [sys.executable, *arguments],
             cwd=elsewhere,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(installed)},
             capture_output=True,
             text=True,
             timeout=PATIENCE_SECONDS,
@@ -182,9 +183,13 @@ def test_an_installed_wheel_has_all_it_needs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "finished at step 2" in run("demo", *TINY)
+    imported = run(
+        "-c", "import shoal.config.shipped as s, shoal.cli.init as i; print(s.FOLDER, i.TEMPLATE, sep='\\n')"
+    )
+    assert all(Path(line).is_relative_to(installed) for line in imported.splitlines()), imported
+    assert "finished at step 2" in run("-m", "shoal", "demo", *TINY)
     assert (elsewhere / "runs" / "demo" / "checkpoints").is_dir()
-    assert "llama_mesh" in run("configs", "ls")
-    run("configs", "cp", "zero3_json")
-    run("init", "spirals")
+    assert "llama_mesh" in run("-m", "shoal", "configs", "ls")
+    run("-m", "shoal", "configs", "cp", "zero3_json")
+    run("-m", "shoal", "init", "spirals")
     assert sorted(path.name for path in (elsewhere / "spirals").iterdir()) == sorted(FILES)
