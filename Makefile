@@ -3,19 +3,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint bench soak clean help
+.PHONY: demo test test-slow test-gpu lint docs bench soak clean help
 
 help:
-	@echo "make demo       train a small language model here and now"
+	@echo "make demo       train a small language model on this machine"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that take minutes (compilers)"
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
+	@echo "make docs       the docs as a site with search, in build/site"
 	@echo "make bench      what the training loop costs, beside its peers"
 	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
 demo: .venv/.ready
-	$(BIN)/shoal train configs/demo.yaml
+	$(BIN)/shoal demo
 
 test: .venv/.ready-dev lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
@@ -30,6 +31,10 @@ lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 bench: .venv/.ready-bench
 	$(BIN)/python benchmarks/loop_overhead.py
@@ -50,6 +55,11 @@ clean:
 .venv/.ready-dev: .venv/.ready
 	@echo "adding what the tests need"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/.ready-docs: .venv/.ready
+	@echo "adding what builds the site"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv/.ready-bench: .venv/.ready

@@ -30,7 +30,7 @@ from shoal.verify.chaos import checkpoint_problems, start_run, workers_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "soak.md"
-CONFIG = ROOT / "configs" / "demo.yaml"
+CONFIG = ROOT / "shoal" / "configs" / "demo.yaml"
 KEYS = [
     "training.device=cpu",
     "training.lr_scheduler=constant",  # the rate of a step must not depend on how many steps the hour had

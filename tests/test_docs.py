@@ -1,6 +1,6 @@
-"""The commands and examples in the docs run, and the tables of keys are generated from the schema.
+"""The commands and examples in the docs run; tables of keys and the reference of Python names are generated.
 
-`python tests/test_docs.py --write` writes the tables.
+`python tests/test_docs.py --write` writes what is generated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from conftest import call_shoal
 from pool import Pool
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from python_reference import PUBLIC, public_names, python_reference
 
 from shoal.config import load_run
 from shoal.config.callbacks import CALLBACKS
@@ -152,17 +154,29 @@ def test_the_table_of_methods_has_all_of_them() -> None:
     assert [name for name in names if f"| `{name}" not in page] == []
 
 
-def test_the_readmes_config_is_valid(tmp_path: Path) -> None:
+def test_the_readmes_config_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of Python starts with its file name, `# recipe.py`; the config may name a recipe in it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for source in blocks(ROOT / "README.md", "python"):
+        (tmp_path / source.split()[1]).write_text(source)
     (config,) = blocks(ROOT / "README.md", "yaml")
     (tmp_path / "run.yaml").write_text(config)
     load_run(tmp_path / "run.yaml")
 
 
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} → {target}"
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            place = page.parent / target if target else page
+            assert place.exists(), f"{page.name} → {target}"
+            assert not anchor or anchor in anchors(place), f"{page.name} → {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and mkdocs.yml make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_make_targets_in_the_docs_exist() -> None:
@@ -292,8 +306,35 @@ def test_the_table_of_keys_is_current() -> None:
     assert after == key_tables(), "run python tests/test_docs.py --write"
 
 
+def test_the_python_reference_is_current() -> None:
+    assert (ROOT / "docs" / "python.md").read_text() == python_reference(), "run python tests/test_docs.py --write"
+
+
+def test_every_public_name_is_described() -> None:
+    """A section of the reference is a heading, a signature, and at least a sentence."""
+    sections = re.split(r"^#{3,4} ", python_reference(), flags=re.M)[1:]
+    texts = {s.split()[0]: re.sub(r"```python.*?```", "", s, flags=re.S).partition("\n")[2].strip() for s in sections}
+    bare = [name for name, text in texts.items() if not re.search(r"\w+ \w+.*[.`|]$", text, re.S)]
+    assert bare == []
+    assert len(sections) > sum(len(public_names(module)) for module in PUBLIC)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = [page for section in yaml.safe_load(f"nav:{text}")["nav"] for page in _pages_in(section)]
+    from_root = {"index.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert sorted(listed) == sorted(from_root | {page.name for page in (ROOT / "docs").glob("*.md")})
+
+
+def _pages_in(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for inner in (entry.values() if isinstance(entry, dict) else entry) for page in _pages_in(inner)]
+
+
 if __name__ == "__main__" and "--write" in sys.argv:
     page = ROOT / "docs" / "config.md"
     page.write_text(page.read_text().partition(MARK)[0] + MARK + key_tables())
     page = ROOT / "docs" / "checkpoints.md"
     page.write_text(with_layouts(page.read_text()))
+    (ROOT / "docs" / "python.md").write_text(python_reference())

@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "shoal"
 BASE = {"types", "errors", "forward", "seeding", "tensors", "torch_private"}
 ALLOWED: dict[str, set[str]] = {
     "config": BASE,
+    "configs": set(),
+    "project_template": {"config", "recipes", "verify"},
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
     "models": set(),

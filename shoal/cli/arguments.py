@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file of the run.", show_default=False)]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The config file of the run, such as run.yaml.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of values in the file, such as training.max_steps=50."),
+    typer.Argument(
+        metavar="KEY=VALUE", help="Values to use instead of those in the file, such as training.max_steps=50."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

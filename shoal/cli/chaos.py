@@ -16,14 +16,18 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(help="Number of kills.", min=1)] = 5,
+    kills: Annotated[int, typer.Option(help="Number of processes to kill, one after another.", min=1)] = 5,
     seed: Annotated[
-        int, typer.Option(help="Seed for choosing processes and moments; the moments also depend on the clock.")
+        int, typer.Option(help="Seed for choosing processes and moments (which also depend on the clock).")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Kill processes of the run at random and check that it ends exactly as an undisturbed run."""
+    """Check that a run survives kills: train it twice, once with random kills, and compare the ends.
+
+    Both runs are written to a temporary folder beside the run's, which is removed if they agree. Exit codes: 0 if they
+    do, 1 if not, 2 for a mistake in the config.
+    """
     from shoal.config import load_run
     from shoal.verify.chaos import chaos as run_chaos
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.inspect import Difference, TensorDifference
 
-app = typer.Typer(help="List, compare, export or remove checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, export, import or remove checkpoints.", no_args_is_help=True)
 
 StepDir = Annotated[
     Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")
@@ -39,7 +39,7 @@ def ls(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """List the checkpoints of a run. Checks manifests but not tensors, which `verify` does."""
+    """List the checkpoints of a run. Only manifests are checked; `verify` reads the tensors, too."""
     from shoal.checkpoint.inspect import list_checkpoints
 
     rows = list_checkpoints(run)
@@ -51,7 +51,7 @@ def ls(
 
 @app.command()
 def show(step_dir: StepDir, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Show what a checkpoint holds: tensors, optimizer, layout, versions, config, position."""
+    """Show what a checkpoint holds: tensors, optimizer, layout, versions, config, position in the data."""
     from shoal.checkpoint import inspect
 
     shown = inspect.show(inspect.open_step_folder(step_dir))
@@ -70,7 +70,7 @@ def verify(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Read every byte and compare every digest; exit 1 if anything is damaged."""
+    """Read every byte of a checkpoint and compare its digests; exit 1 if anything is damaged."""
     from shoal.checkpoint import inspect
 
     rows = []
@@ -100,7 +100,10 @@ def diff(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare weights, optimizer and position, to the bit unless --rtol is given; exit 1 if they differ."""
+    """Compare two checkpoints, to the bit unless --rtol is given; exit 1 if they differ.
+
+    Weights, optimizer state and the position in the data are compared, whatever layouts wrote them.
+    """
     from shoal.checkpoint import inspect
 
     if rtol is not None and not 0 <= rtol < float("inf"):
@@ -132,7 +135,7 @@ def export(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the weights for other programs. The export is read again and compared with the checkpoint."""
+    """Write the weights for other programs, then read them again and compare them with the checkpoint."""
     from shoal.checkpoint.export import export as write
 
     done = write(step_dir, out, to, dtype, force, base, adapter_only, average)
@@ -151,7 +154,7 @@ def import_(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a checkpoint of DeepSpeed, ZeRO 1 to 3. Its files are pickles, so give only a folder that you trust."""
+    """Convert a checkpoint that DeepSpeed saved (ZeRO 1 to 3). It is a pickle: give only a folder that you trust."""
     from shoal.checkpoint.deepspeed_import import import_deepspeed
 
     if trust is None or more:
@@ -175,7 +178,7 @@ def rm(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Remove a checkpoint without asking. The newest good one of a run is removed only with --force."""
+    """Remove a checkpoint without asking; the newest good one of a run only with --force."""
     from shoal.checkpoint.inspect import remove
 
     remove(step_dir, force)

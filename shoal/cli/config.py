@@ -6,7 +6,11 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 
 
 def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Print all values of the run, each with its source: a file and line, the command line, or the default."""
+    """Print all values of a run, and where each was set. Nothing is trained.
+
+    The source is a line of a file, the command line, or the default. The output is itself a config file. Mistakes in
+    keys and values are found as by `shoal train`.
+    """
     from shoal.config import derive_batches, load_run
     from shoal.config.batch import derived_values
     from shoal.config.layout import check_layout

@@ -8,25 +8,33 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import checkpoint
+from shoal.cli import checkpoint, configs
 from shoal.cli.chaos import chaos
 from shoal.cli.config import show_config
+from shoal.cli.demo import demo
+from shoal.cli.init import init
 from shoal.cli.train import train
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
 
 app = typer.Typer(
-    help="Distributed training on PyTorch. A recipe says what to train, a config file how it is spread over devices.",
+    help="Distributed training on PyTorch. A recipe in Python says what to train (model, data, loss), a config file in "
+    "YAML says how: steps, precision, and how it is spread over GPUs and machines.\n\nNew to shoal? Try shoal demo, "
+    "then shoal init my_project.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # wraps paragraphs to the width of the terminal
     pretty_exceptions_enable=False,
 )
 
+app.command()(demo)
+app.command()(init)
 app.command()(train)
 app.command("config")(show_config)
 app.command()(verify)
 app.command()(chaos)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(configs.app, name="configs")
 
 
 def _print_version(requested: bool) -> None:

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 
 def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
+    """Train a run to its end, on as many processes as the config says.
+
+    A run that was interrupted resumes from its last good checkpoint. Ctrl-C saves a checkpoint and stops. Several
+    processes are started by this command (launch.procs_per_node=8), or by torchrun, Slurm or DeepSpeed's launcher.
+    """
+    train_config(config, overrides or [], ["train", str(config)])
+
+
+def train_config(config: Path, overrides: list[str], command: list[str]) -> None:
+    """Trains a run to its end; `command` is what the user typed after `shoal`, without the overrides."""
     from shoal.config import load_run
     from shoal.launch.launcher import start
     from shoal.launch.worker import as_worker
@@ -32,7 +41,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
     from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
-    run = load_run(config, overrides or ())
+    run = load_run(config, overrides)
     launch = run.config.launch
     if launch.processes > 1 and not is_worker():  # this process starts the others and does not train itself
         check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
@@ -44,7 +53,7 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
             outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by
             if world.rank == 0:
-                _print_outcome(outcome, run, config, overrides or [])
+                _print_outcome(outcome, run, [_command("shoal"), *command], overrides)
         except Stopped as stopped:
             stopped_by = stopped.signal
             if world.rank == 0:
@@ -55,9 +64,8 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
         raise typer.Exit(128 + stopped_by)
 
 
-def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:
+def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: list[str]) -> None:
     """Prints how the run ended and the commands to continue with."""
-    command = [_command("shoal"), "train", str(config)]
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")

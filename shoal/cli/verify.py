@@ -15,18 +15,21 @@ from shoal.cli.arguments import ConfigFile, Debug, Overrides
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    procs: Annotated[int, typer.Option(help="Number of processes for layouts that need several.")] = 2,
+    procs: Annotated[int, typer.Option(help="Number of processes to check layouts on.")] = 2,
     strategies: Annotated[
         str,
-        typer.Option(help="Layouts to check, separated by commas; `own` is the layout of the config. Default: all."),
+        typer.Option(help="Layouts to check, such as ddp,fsdp; 'own' is that of the config. Default: all that fit."),
     ] = "",
     steps: Annotated[int, typer.Option(help="Number of steps to train in each layout.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check on this config that all layouts compute the same training and do the work they promise.
+    """Check that your model trains the same under every layout (ddp, fsdp, tensor parallel, ...).
 
-    Exit codes: 0 if all do, 1 if a layout does not compute the same, 2 for a mistake in the config or a layout in
+    Trains a few steps on one process and in every layout on several, and compares losses, gradients, weights and the
+    work that each rank did. Dropout is off meanwhile. It runs on CPUs too, and leaves no run folder.
+
+    Exit codes: 0 if all agree, 1 if a layout computes something else, 2 for a mistake in the config or a layout in
     --strategies that refuses the model, 3 if a layout does other work than promised or cannot be compared.
     """
     from shoal.config import load_run

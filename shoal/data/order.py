@@ -96,6 +96,8 @@ class BatchSchedule:
 
     def phase_at(self, position: int, epoch_size: int | None) -> BatchPhase:
         """Returns the batch sizes of the step that starts at `position`."""
+        if len(self.phases) == 1:
+            return self.phases[0]
         epoch = position // epoch_size if epoch_size else 0
         return next(phase for phase in reversed(self.phases) if phase.first_epoch <= epoch)
 

@@ -39,9 +39,11 @@ class ByteTokenizer:
     identity = "bytes"
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
+        """Returns the bytes of a text, in UTF-8."""
         return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of these bytes, with a replacement character for those that are not UTF-8."""
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 

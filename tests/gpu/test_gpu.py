@@ -286,7 +286,7 @@ def test_the_published_bdh_is_quick(tmp_path: Path, note: Callable[[str, str], N
 
 
 def _train_published_bdh(folder: str) -> dict[str, float]:
-    config = Path(__file__).parents[2] / "configs" / "bdh_stdlib.yaml"
+    config = Path(__file__).parents[2] / "shoal" / "configs" / "bdh_stdlib.yaml"
     keys = ["training.max_steps=150", "training.eval_steps=null", "training.eval_batches=1"]
     keys += ["logging.every=50", "logging.console=off", f"experiment.output_dir={folder}/out"]
     return train(load_run(config, keys)).metrics
