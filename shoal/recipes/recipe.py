@@ -28,6 +28,10 @@ class Recipe:
     unit = "samples"
     """The name of what `count` counts, for the log."""
 
+    loss_mixes_samples = False
+    """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
+    The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
+
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
 
@@ -74,10 +78,12 @@ class Recipe:
         raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
 
     def count(self, batch: Any) -> Tensor | int:
-        """Returns the number of terms in the loss: of labels that are not -100, or of samples if there are no
-        labels."""
+        """Returns the number of terms in the loss: of labels that are not -100, or of samples if there are no labels.
+
+        Labels that are floating-point numbers, such as probabilities of (batch, classes), count as one per sample.
+        """
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
-            return (labels != IGNORED_LABEL).sum()
+            return len(labels) if labels.is_floating_point() and labels.ndim else (labels != IGNORED_LABEL).sum()
         return num_samples(batch)
 
     def labels(self, batch: Any) -> Tensor:

@@ -6,7 +6,7 @@ What a step computes is its body's business: a recipe's (`trainer.py`), or a use
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -68,6 +68,7 @@ class Shell:
     """Runs the steps of a session from where it stands to the end of the run."""
 
     observers: Observers
+    warn: Callable[[str], None]
 
     def __init__(
         self,

@@ -40,6 +40,8 @@ class Report:
     def __init__(self, shell: Shell):
         self.shell, self.engaged = shell, shell.strategy.engaged
         self.training = shell.config.training
+        self.loss = ""
+        """What a check of the first batch found out about the loss."""
         self._witness = HalfWitness(self.training.mixed_precision)
         self._recomputed_before = num_recomputed()
         self._compiled_before = self._compiled = compile_counts() if self.training.compile else CompileCounts(0, 0, "")
@@ -146,8 +148,9 @@ class Report:
         if names := engaged.checkpointed_modules:
             recomputed = f"{len(names)} modules, {training.activation_checkpointing.mode}"
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
-        if training.loss_chunks > 1:
-            yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
+        chunks = f"in {training.loss_chunks} chunks" if training.loss_chunks > 1 else ""
+        if loss := ", ".join(filter(None, (chunks, self.loss))):
+            yield "loss", loss, ("training.loss_chunks",)
         if engaged.compiled:
             graphs, breaks, reason = self._compiled
             said = f"{breaks} breaks, the last because of: {reason}" if breaks else "no breaks"

@@ -20,6 +20,7 @@ from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
 from shoal.training.loop import Outcome, Shell
+from shoal.training.loss_check import check_loss
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
 from shoal.training.observers import Warnings, open_observers
@@ -87,6 +88,7 @@ def open_shell(
     _warn_of_jump(run, progress, loaders.total_steps, loaders.epoch_size, warn)
     shell = Shell(run, session, checkpoints, loaders, stop, watchdog)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
+    shell.warn = warn
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)
     return shell
@@ -132,6 +134,8 @@ class RecipeBody:
             session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
         )
         session.meta_model = None
+        if step == 0:
+            report.loss = check_loss(self.strategy, self.model, micro_batches[0], self.recipe, report.shell.warn)
         with report.watch():
             taken = self.take_step(micro_batches, step)
         report.check()
