@@ -10,19 +10,24 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
-from shoal.errors import printable
+from shoal.errors import UserError, printable
 
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.training import Outcome
 
 
-def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start anew: the run folder is renamed before, and nothing is deleted.")
+]
+
+
+def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, debug: Debug = False) -> None:
     """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
     from shoal.config import load_run
     from shoal.launch.launcher import start
@@ -34,9 +39,11 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
 
     run = load_run(config, overrides or ())
     launch = run.config.launch
+    if fresh:
+        _start_fresh(run)
     if launch.processes > 1 and not is_worker():  # this process starts the others and does not train itself
         check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
-        raise typer.Exit(start(run, sys.argv[1:]))
+        raise typer.Exit(start(run, [word for word in sys.argv[1:] if word != "--fresh"]))
     world = detect()
     check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
     with as_worker(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
@@ -53,6 +60,23 @@ def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
                 raise
     if stopped_by:
         raise typer.Exit(128 + stopped_by)
+
+
+def _start_fresh(run: Run) -> None:
+    """Renames the run folder, so that the run starts anew; not if a scheduler has restarted the same command."""
+    from shoal.processes.detect import detect, detect_attempt, is_worker
+    from shoal.training.preflight import move_aside
+
+    launch = run.config.launch
+    if launch.nodes > 1 or (is_worker() and detect().size > 1):
+        raise UserError(
+            "--fresh: several processes or machines would rename the run folder at once; rename it by hand, or choose "
+            "another experiment.output_dir"
+        )
+    if any(detect_attempt()):
+        print("shoal: restarted by the scheduler, so --fresh is left out and the run resumes", file=sys.stderr)
+    elif new := move_aside(Path(run.config.output_dir)):
+        print("the earlier run is now in", printable(str(new)), flush=True)
 
 
 def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str]) -> None:

@@ -93,9 +93,9 @@ class Loop:
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
             self._share_weights(model)  # DDP's engine does so itself
         self._model = model
-        plan, reduction = plan or ParallelPlan.derive(model), "none" if at_step else "mean"
+        plan = plan or ParallelPlan.derive(model)
         with remember_replaced(model):
-            self._optimizers = strategy._place_model(model, builders, plan, weights, reduction)
+            self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
         self._check_separate(self._optimizers)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine

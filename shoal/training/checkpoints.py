@@ -19,6 +19,7 @@ from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.tensors import local_part
+from shoal.training.recipe_source import recipe_source
 from shoal.training.resume import Progress, load_checkpoint, restore, state_for
 from shoal.training.session import Session
 from shoal.types import TrainState
@@ -33,6 +34,7 @@ class Checkpoints:
     def __init__(self, run: Run, session: Session, run_lock: RunLock, warn: Callable[[str], None]):
         self.run, self.session, self._warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
+        self._recipe_source = recipe_source(run.recipe_type)
         self.manager = CheckpointManager(
             Path(run.config.output_dir),
             config.keep_last,
@@ -81,6 +83,7 @@ class Checkpoints:
             "layout": self.session.strategy.layout.as_dict(),
             "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],
             "config": self.run.tree(),
+            "recipe_source": self._recipe_source,
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())

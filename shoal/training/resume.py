@@ -22,6 +22,7 @@ from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy
 from shoal.training.optimizers import kept_slots
+from shoal.training.recipe_source import describe_change, recipe_source
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
@@ -77,6 +78,8 @@ def restore(
             continue
         if change:
             warn(f"{change}: the optimizer starts with fresh state at step {checkpoint.trainer['step']}")
+        if change := describe_change(checkpoint.manifest.get("recipe_source"), recipe_source(run.recipe_type)):
+            warn(f"going on from {folder}: {change}")
         load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)

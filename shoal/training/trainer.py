@@ -25,7 +25,7 @@ from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
-from shoal.training.preflight import check_start, check_world, open_run_folder
+from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
 from shoal.training.report import Report
 from shoal.training.resume import Progress
 from shoal.training.schedules import build_schedule, say_jump
@@ -91,6 +91,8 @@ def open_shell(
     shell.warn = warn
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)
+    if progress.step < loaders.total_steps:
+        update_config(run, strategy)
     return shell
 
 
