@@ -208,6 +208,8 @@ class Shell:
         if in_files:
             self.observers.loggers.log(self.step, metrics)
         short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
+        if skipped := metrics.get("train/skipped_steps"):
+            short["train/skipped_steps"] = skipped
         self.observers.console.metrics(self.step, short)
 
     def _finish(self, body: Body) -> Outcome:

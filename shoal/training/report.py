@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.torch_private import CompileCounts, compile_counts
+from shoal.training.schedules import warmup_steps
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from shoal.training.loop import Shell
 
 
+SEPARATOR = f"{'-' * 60}\n"
+"""The line between the reports of a run that was interrupted."""
 SECTIONS = {
     "ddp": ("ddp",),
     "fsdp": ("fsdp", "mesh"),
@@ -87,6 +91,11 @@ class Report:
                 f"false.{recomputed}"
             )
 
+    def write(self, path: Path) -> None:
+        """Appends the report to a file, which has those of the runs before that were interrupted."""
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{SEPARATOR if file.tell() else ''}{self}\n")
+
     def __str__(self) -> str:
         rows = [*self._rows()]
         width = max(len(name) for name, _, _ in rows)
@@ -127,7 +136,8 @@ class Report:
             "batch",
             f"{first.global_batch_size} = {first.batch_size} × {accumulation(first, strategy.data_size)} accumulated "
             f"× {strategy.data_size} data-parallel"
-            + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later),
+            + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
+            + self._batch_advice(first.global_batch_size),
             ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation"),
         )
         yield (
@@ -140,6 +150,12 @@ class Report:
             "optimizer",
             f"{training.optimizer.name}{fused}, learning rate {training.learning_rate:g}, {training.lr_scheduler.name}",
             ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
+        )
+        clip = "not clipped" if training.max_grad_norm is None else f"clipped to norm {training.max_grad_norm:g}"
+        yield (
+            "update",
+            f"gradient {clip}, weight decay {training.weight_decay:g}, warmup {self._warmup()}",
+            ("training.max_grad_norm", "training.weight_decay", "training.warmup_steps", "training.warmup_ratio"),
         )
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
@@ -193,11 +209,24 @@ class Report:
             if keys and strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
 
+    def _warmup(self) -> str:
+        steps = warmup_steps(self.training, self.shell.total_steps)
+        return f"of {steps:,} step{'s' * (steps != 1)}" if steps else "none"
+
+    def _batch_advice(self, global_batch_size: int) -> str:
+        """Returns a remark if the number of processes decides the global batch, and so the training."""
+        if self.training.global_batch_size is not None or self.shell.strategy.data_size == 1:
+            return ""
+        return (
+            "; another number of processes would train with another batch, unless training.global_batch_size = "
+            f"{global_batch_size} is set"
+        )
+
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
         origins = {
             "init": "drawn by name",
-            "files": f"read from {len(weights.files)} files",
+            "files": f"read from {len(weights.files)} file{'s' * (len(weights.files) != 1)}",
             "built": "as built",
             "empty": "left empty: memory without values, for planning only",
         }

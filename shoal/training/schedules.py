@@ -15,11 +15,16 @@ SCHEDULING = ("max_steps", "num_epochs", "learning_rate", "lr_scheduler", "warmu
 """The keys of `training` that decide the learning rate at a step."""
 
 
+def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
+    """Returns the number of steps in which the learning rate rises to its peak."""
+    if training.warmup_steps is not None:
+        return training.warmup_steps
+    return round((training.warmup_ratio or 0.0) * total_steps)
+
+
 def build_schedule(training: TrainingConfig, total_steps: int) -> Schedule:
     """Returns a schedule that rises to 1 over the warmup, then follows the named curve until the last step."""
-    warmup = training.warmup_steps
-    if warmup is None:
-        warmup = round((training.warmup_ratio or 0.0) * total_steps)
+    warmup = warmup_steps(training, total_steps)
     chosen, last = training.lr_scheduler, total_steps - 1
     start = warmup
     if isinstance(chosen, WarmupStableDecay):

@@ -142,7 +142,7 @@ class RecipeBody:
             taken = self.take_step(micro_batches, step)
         report.check()
         if self.strategy.is_main_process:
-            (report.shell.output_dir / "report.txt").write_text(f"{report}\n")
+            report.write(report.shell.output_dir / "report.txt")
         observers.console.line(str(report))
         return taken
 
