@@ -31,13 +31,15 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False,
     """Train a run to its end. It resumes from its last good checkpoint, if there is one."""
     from shoal.config import load_run
     from shoal.launch.launcher import start
-    from shoal.launch.worker import as_worker
+    from shoal.launch.mistakes import RecipeFailure, explained, keep_traceback
+    from shoal.launch.worker import as_worker, log_path
     from shoal.processes.detect import detect, detect_attempt, is_worker
     from shoal.training import train as train_run
     from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
-    run = load_run(config, overrides or ())
+    with explained():
+        run = load_run(config, overrides or ())
     launch = run.config.launch
     if fresh:
         _start_fresh(run)
@@ -48,10 +50,16 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False,
     check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
     with as_worker(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
-            outcome = train_run(run, world, terminal)
+            with explained(run):
+                outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by
             if world.rank == 0:
                 _print_outcome(outcome, run, config, overrides or [])
+        except RecipeFailure as failure:
+            if world.size > 1:
+                raise  # `as_worker` shows it and writes the log
+            keep_traceback(log_path(run, 0), failure)
+            raise RecipeFailure(f"{failure}; --debug shows the traceback") from failure.__cause__
         except Stopped as stopped:
             stopped_by = stopped.signal
             if world.rank == 0:

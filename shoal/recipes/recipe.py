@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from shoal.data import BatchSchedule, Loader
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
 
@@ -57,7 +57,14 @@ class Recipe:
 
     def collate(self, samples: list[Any]) -> Any:
         """Returns a batch of samples."""
-        return default_collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            kind = type(samples[0]).__name__
+            raise UserError(
+                f"recipe {type(self).__name__}: samples of type {kind} cannot be batched ({one_line(error)}); let the "
+                "data return dicts of tensors of one shape, or override collate(self, samples)"
+            ) from error
 
     def example_batch(self, size: int) -> Any:
         """Returns a batch of the first samples of `train_data`, for planning."""

@@ -216,11 +216,15 @@ class DistributedStrategy(ABC):
         return info
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
-        """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
+    def evaluate(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, *, over_ranks: bool = True
+    ) -> StepOutput:
+        """Returns the summed loss and count of these micro-batches without gradients, over all ranks or of this one."""
         batches = self._prepare_batches(micro_batches, recipe)
         losses = self._executor.score(model, batches, recipe)
         count = self._sum([recipe.count(batch) for batch in batches], micro_batches)
+        if not over_ranks:
+            return StepOutput(self._sum(losses, micro_batches), count)
         return StepOutput(self.sum_over_data(self._sum(losses, micro_batches)), self.sum_over_data(count))
 
     @abstractmethod

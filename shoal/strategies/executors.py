@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import UserError
-from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
+from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.recipe_results import checked_loss, model_inputs
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
 from shoal.types import Objective
@@ -64,9 +64,7 @@ class InTurn:
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 with engine.accumulate(index == last):
                     with self.surroundings.enter(recipe, batch, scale, step, index):
-                        loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
-                    if loss.ndim:
-                        raise UserError(NOT_SCALAR.format([*loss.shape]))
+                        loss = checked_loss(recipe, engine.module(**model_inputs(recipe, batch)), batch)
                     if engine.backward is None:
                         loss.backward(scale)  # fewer operations than multiplying the loss
                     else:
@@ -84,7 +82,7 @@ class InTurn:
 
     def _loss(self, model: nn.Module, batch: Any, recipe: Objective, *place: int | str) -> Tensor:
         with self.surroundings.enter(recipe, batch, None, *place):
-            return recipe.loss(model(**recipe.inputs(batch)), batch)
+            return checked_loss(recipe, model(**model_inputs(recipe, batch)), batch)
 
 
 class Overlapped:
@@ -99,17 +97,20 @@ class Overlapped:
         losses = self._zeros(len(batches))
 
         def score(output: Any, index: int) -> Tensor:
-            loss = recipe.loss(output, batches[index])
+            loss = checked_loss(recipe, output, batches[index])
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
-        self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
+        inputs = [dict(model_inputs(recipe, batch)) for batch in batches]
+        self.pipeline.step(inputs, score, self._enter(recipe, batches, scales, step))
         return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
-        inputs = [recipe.inputs(batch) for batch in batches]
+        inputs = [dict(model_inputs(recipe, batch)) for batch in batches]
         enter = self._enter(recipe, batches, [None] * len(batches), "eval")
-        losses = self.pipeline.evaluate(inputs, lambda output, i: recipe.loss(output, batches[i]).float(), enter)
+        losses = self.pipeline.evaluate(
+            inputs, lambda output, i: checked_loss(recipe, output, batches[i]).float(), enter
+        )
         return self._from_last_stage(losses or self._zeros(len(batches)))
 
     def _enter(

@@ -47,32 +47,46 @@ def check_loss(
     if strategy.any_rank(not _can_be_divided(micro)):
         return "not checked to be a sum: not all tensors of a batch have one row for each sample"
     size = len(micro.ids)
-    first, second = ([0], [0]) if size == 1 else ([*range(size // 2)], [*range(size // 2, 2 * (size // 2))])
-    error, scores, swapped = "", [Score(0, 0)] * 3, None
+    first, second = ([0], [0]) if size == 1 else ([*range(size // 2)], [*range(size // 2, size)])
+    numbers, error = [0.0] * 9, ""
     with _undisturbed(strategy, model):
         try:
-            scores = [_score(strategy, model, micro, rows, recipe) for rows in (first + second, first, second)]
-            if _is_neither(*scores):  # a loss that draws random numbers depends on the order of the samples
-                swapped = _score(strategy, model, micro, second + first, recipe)
+            # A loss that draws random numbers depends on the order of the samples, so both orders are computed.
+            orders = first + second, first, second, second + first
+            numbers = [number for rows in orders for number in _score(strategy, model, micro, rows, recipe)]
+            numbers.append((len(first) * numbers[2] + len(second) * numbers[4]) / (len(first) + len(second)))
         except Exception as failure:
+            if _exchanges_in_forward(strategy):  # ranks that have not failed wait for this one
+                failure.add_note(
+                    "in the check of the loss before the first step; loss_mixes_samples = True in the recipe skips it"
+                )
+                raise
             error = one_line(failure) or type(failure).__name__
     if strategy.any_rank(bool(error)):
-        return f"not checked to be a sum: half a batch cannot be computed ({error or 'on another rank'})"
-    return _judge(scores, swapped if size > 1 else None, type(recipe).__name__, warn)
+        return f"not checked to be a sum: it cannot be computed for half a batch ({error or 'on another rank'})"
+    sums = strategy.sum_over_data(torch.tensor(numbers, dtype=torch.float32, device=strategy.device)).tolist()
+    scores = [Score(*sums[index : index + 2]) for index in range(0, 8, 2)]
+    return _judge(scores, sums[8], size > 1, type(recipe).__name__, warn)
 
 
-def _judge(scores: Sequence[Score], swapped: Score | None, name: str, warn: Callable[[str], None]) -> str:
-    whole, first, second = scores
+def _exchanges_in_forward(strategy: DistributedStrategy) -> bool:
+    """Returns whether a forward needs all ranks, as it does wherever a model is split."""
+    return strategy.world_size > 1 and (strategy.layout.is_sharded_family or strategy.layout.engine == "deepspeed")
+
+
+def _judge(scores: Sequence[Score], mean: float, can_swap: bool, name: str, warn: Callable[[str], None]) -> str:
+    """Says what the scores of a batch, its two halves and the swapped halves mean; `mean` is what a mean would be."""
+    whole, first, second, swapped = scores
     if not all(isfinite(number) for score in scores for number in (score.total, score.count)):
         return "not checked to be a sum: it is not finite"
-    if is_sum(whole, first, second):
+    if _is_sum(whole, first, second):
         return "a sum over samples"
-    if is_mean(whole, first, second):
+    if whole.total != 0 and _near(whole.total, mean, abs(whole.total)):
         raise UserError(
             f"recipe {name}: loss is a mean, but shoal needs the sum over the batch and divides it by the count; use "
             "reduction='sum', or .sum() in place of .mean()"
         )
-    if swapped is None or not _near(swapped.total, whole.total, abs(whole.total)):
+    if not can_swap or not _near(swapped.total, whole.total, abs(whole.total)):
         return "not checked to be a sum: it draws random numbers, or the batch has one sample"
     warn(
         f"recipe {name}: the loss of a batch is {whole.total:.6g}, but those of its halves are {first.total:.6g} and "
@@ -82,21 +96,11 @@ def _judge(scores: Sequence[Score], swapped: Score | None, name: str, warn: Call
     return "NOT a sum over samples"
 
 
-def is_sum(whole: Score, first: Score, second: Score) -> bool:
+def _is_sum(whole: Score, first: Score, second: Score) -> bool:
     """Returns whether the halves give the same loss per count as the whole."""
     parts, counts = first.total + second.total, first.count + second.count
     size = abs(whole.total) * counts + (abs(first.total) + abs(second.total)) * whole.count
     return _near(whole.total * counts, parts * whole.count, size)
-
-
-def is_mean(whole: Score, first: Score, second: Score) -> bool:
-    """Returns whether the loss of the whole is the mean of the losses of its halves, which have as many samples."""
-    mean = (first.total + second.total) / 2
-    return whole.total != 0 and _near(whole.total, mean, abs(whole.total))
-
-
-def _is_neither(whole: Score, first: Score, second: Score) -> bool:
-    return not is_sum(whole, first, second) and not is_mean(whole, first, second)
 
 
 def _near(a: float, b: float, size: float) -> bool:
@@ -110,7 +114,9 @@ def _can_be_divided(micro: MicroBatch) -> bool:
     return bool(tensors) and all(tensor.ndim and len(tensor) == len(micro.ids) for tensor in tensors)
 
 
-def _score(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, rows: list[int], recipe: Any) -> Score:
+def _score(
+    strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, rows: list[int], recipe: Any
+) -> tuple[float, float]:
     part = replace(
         micro,
         data=map_tensors(lambda tensor: tensor[rows], micro.data),
@@ -118,8 +124,8 @@ def _score(strategy: DistributedStrategy, model: nn.Module, micro: MicroBatch, r
         ids=[micro.ids[row] for row in rows],
         weight=1,
     )
-    output = strategy.evaluate(model, [part], recipe)
-    return Score(float(output.total), float(output.count))
+    output = strategy.evaluate(model, [part], recipe, over_ranks=False)
+    return float(output.total), float(output.count)
 
 
 @contextmanager

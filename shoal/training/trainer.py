@@ -10,12 +10,14 @@ import torch
 
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
+from shoal.errors import UserError
 from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
+from shoal.strategies.recipe_results import place_of
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
@@ -186,3 +188,8 @@ class RecipeBody:
             self.strategy.whole_model(self.model) as model,
         ):
             self.preview = None if model is None else self.recipe.preview(model)
+        if not isinstance(self.preview, str | None):
+            raise UserError(
+                f"{place_of(self.recipe.preview)}: preview returned a {type(self.preview).__name__}; return a text or "
+                "None"
+            )

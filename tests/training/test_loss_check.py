@@ -81,7 +81,7 @@ def test_a_mean_is_refused_and_a_sum_is_not(recipe: Points, found: str, size: in
         (Contrasted(), "NOT a sum", 1),
         (DeclaredContrasted(), "loss_mixes_samples = True", 0),
         (Noisy(), "draws random numbers", 0),
-        (Odd(), "half a batch cannot be computed", 0),
+        (Odd(), "cannot be computed for half a batch", 0),
     ],
 )
 def test_what_is_no_mean_is_never_refused(recipe: Points, found: str, num_warnings: int) -> None:
