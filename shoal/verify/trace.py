@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
@@ -23,6 +23,7 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
+from shoal.training.modes import evaluation_mode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
@@ -86,6 +87,8 @@ class Trace:
     rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
     the seeds of its generators after the first step."""
+    frozen_statistics: list[str] = field(default_factory=list)
+    """Batch norms that use their running statistics for the proof, as in an evaluation."""
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
     draws: list[str] = field(default_factory=list)
@@ -134,7 +137,8 @@ class _Tracer:
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
-        trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
+        norms = {name: module for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)}
+        trace.mixing = [name for name, module in norms.items() if module.running_mean is None]
         with closing(self._loader()) as loader:
             batches = iter(loader)
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
@@ -207,6 +211,7 @@ class _Tracer:
             self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=turn_off_dropout
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
+        self.trace.frozen_statistics = freeze_batch_statistics(self.model)
 
     def _loader(self) -> Loader:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
@@ -234,11 +239,9 @@ class _Tracer:
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Returns the loss of an evaluation as a run makes it."""
-        self.model.eval()
-        self.strategy.sync_buffers(self.model)
-        loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
-        self.model.train()
-        return loss
+        with evaluation_mode(self.model):
+            self.strategy.sync_buffers(self.model)
+            return self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
 
     def _rng(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strategy, device = self.strategy, self.strategy.device
@@ -265,6 +268,19 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
+
+
+def freeze_batch_statistics(model: nn.Module) -> list[str]:
+    """Lets batch norms that train use their running statistics, and returns their names.
+
+    With the statistics of a micro-batch no two layouts compute the same, because their micro-batches differ.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORM) and module.training and module.running_mean is not None:
+            module.eval()
+            names.append(name)
+    return names
 
 
 def norm(named: dict[str, Tensor]) -> float:
