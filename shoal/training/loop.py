@@ -6,6 +6,7 @@ What a step computes is its body's business: a recipe's (`trainer.py`), or a use
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Shell:
         self.step = self.first_step = checkpoints.progress.step
         self.total_steps = loaders.total_steps
         self.stopped_by = 0
+        self._samples = checkpoints.progress.samples
+        """The samples of the steps that are finished; the loader has given out those of the next one."""
         self.metrics: dict[str, float] = {}
         self._save_soon = False
         """True if the next step should be saved: the evaluation was among the best, or the last save is long ago."""
@@ -99,12 +102,12 @@ class Shell:
         if self.owes_evaluation():
             self.evaluate(body)
         watchdog.at("waiting for data", self.step + 1)
-        with _collector_paused():
+        with _collector_paused(), self._stopping_at_interrupt():
             for micro_batches in islice(loader, max(0, self.total_steps - self.step)):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
                 output, info = body.take_step(micro_batches, self.step)
-                self.step += 1
+                self.step, self._samples = self.step + 1, loader.position
                 self.observers.meter.add(output, info)
                 advance(self.step)
                 watchdog.started = True
@@ -124,6 +127,19 @@ class Shell:
         outcome = self._finish(body)
         watchdog.at("leaving", self.step)
         return outcome
+
+    @contextmanager
+    def _stopping_at_interrupt(self) -> Iterator[None]:
+        """Ends the run as Ctrl-C does if a recipe raises KeyboardInterrupt; the step under way is not counted.
+
+        Of several ranks the others would wait for the one that raised, so it fails there.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.strategy.world_size > 1:
+                raise
+            self.stopped_by = signal.SIGINT
 
     def _due(self, *intervals: int | None) -> bool:
         for every in intervals:  # noqa: SIM110  a generator is a call for each
@@ -192,7 +208,7 @@ class Shell:
         self.watchdog.at("saving", self.step)
         progress = {
             "step": self.step,
-            "samples": self.loaders.train.position,
+            "samples": self._samples,
             "skipped_steps": self.observers.meter.skipped_steps(),
         }
         self.checkpoints.save(progress, self._evaluation if self._evaluated_step == self.step else None)

@@ -46,6 +46,8 @@ class Report:
         self.training = shell.config.training
         self.loss = ""
         """What a check of the first batch found out about the loss."""
+        self.unused: list[str] = []
+        """The trained parameters that had no gradient in the first step."""
         self._witness = HalfWitness(self.training.mixed_precision)
         self._recomputed_before = num_recomputed()
         self._compiled_before = self._compiled = compile_counts() if self.training.compile else CompileCounts(0, 0, "")
@@ -125,6 +127,9 @@ class Report:
         if names := session.ungrouped:
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
+        if names := self.unused:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            yield "no gradient", f"{shown} ({len(names)} in all): trained, but not used by the loss of this step", ()
         yield self._weights()
         yield (
             "data",

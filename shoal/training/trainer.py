@@ -33,6 +33,7 @@ from shoal.training.resume import Progress
 from shoal.training.schedules import build_schedule, say_jump
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
+from shoal.training.unused import find_unused
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
@@ -125,9 +126,12 @@ class RecipeBody:
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
             return self._take_first_step(micro_batches, step, self._report)
-        set_learning_rate(self.optimizer, self.schedule(step))
-        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+        output = self._forward_backward(micro_batches, step)
         return output, self.strategy.step(self.optimizer, self._max_norm)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int) -> StepOutput:
+        set_learning_rate(self.optimizer, self.schedule(step))
+        return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
 
     def _take_first_step(
         self, micro_batches: Sequence[MicroBatch], step: int, report: Report
@@ -141,12 +145,14 @@ class RecipeBody:
         if step == 0:
             report.loss = check_loss(self.strategy, self.model, micro_batches[0], self.recipe, report.shell.warn)
         with report.watch():
-            taken = self.take_step(micro_batches, step)
+            output = self._forward_backward(micro_batches, step)
+            report.unused = find_unused(self.strategy, self.model)
+            info = self.strategy.step(self.optimizer, self._max_norm)
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
         observers.console.line(str(report))
-        return taken
+        return output, info
 
     def log(self) -> dict[str, float]:
         return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
