@@ -20,7 +20,7 @@ def chaos(
     seed: Annotated[
         int, typer.Option(help="Seed for choosing processes and moments; the moments also depend on the clock.")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
     """Kill processes of the run at random and check that it ends exactly as an undisturbed run."""

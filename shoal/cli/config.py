@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
 
+Changed = Annotated[bool, typer.Option("--changed", metavar="", help="Print only values that are no defaults.")]
 
-def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+
+def show_config(
+    config: ConfigFile, overrides: Overrides = None, changed: Changed = False, debug: Debug = False
+) -> None:
     """Print all values of the run, each with its source: a file and line, the command line, or the default."""
     from shoal.config import derive_batches, load_run
     from shoal.config.batch import derived_values
@@ -15,4 +23,5 @@ def show_config(config: ConfigFile, overrides: Overrides = None, debug: Debug = 
     run = load_run(config, overrides or ())
     recipe, launch = run.recipe_type(run.recipe_config), run.config.launch
     ranks = data_size(check_layout(run.config, recipe, launch.processes, launch.procs_per_node).mesh)
-    print(run.to_yaml(derived_values(derive_batches(run.config.training, ranks)[0], ranks)), end="")
+    derived = derived_values(derive_batches(run.config.training, ranks)[0], ranks)
+    print(run.to_yaml(derived, only_changed=changed), end="")

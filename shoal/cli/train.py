@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Start anew: the run folder is renamed before, and nothing is deleted.")
+    bool,
+    typer.Option("--fresh", metavar="", help="Start anew: the run folder is renamed before, and nothing is deleted."),
 ]
 
 
@@ -111,7 +112,7 @@ def _print_outcome(outcome: Outcome, run: Run, config: Path, overrides: list[str
     else:
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
-        others = [override for override in overrides if not override.startswith(f"training.{key}=")]
+        others = [override for override in overrides if override.partition("=")[0].strip() != f"training.{key}"]
         print("train on    ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
     print("plot with   ", printable(shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)])))
 

@@ -21,8 +21,10 @@ def verify(
         typer.Option(help="Layouts to check, separated by commas; `own` is the layout of the config. Default: all."),
     ] = "",
     steps: Annotated[int, typer.Option(help="Number of steps to train in each layout.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every check of every layout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", metavar="", help="Print every check of every layout.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check on this config that all layouts compute the same training and do the work they promise.

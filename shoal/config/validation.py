@@ -36,6 +36,8 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
     name, message = named(".".join(keys), sources), error["msg"]
     if error["type"] == "union_tag_invalid":
         return f"{name} = {error['ctx']['tag']!r:.200} is not one of {error['ctx']['expected_tags']}"
+    if error["type"] in ("bool_type", "bool_parsing"):
+        message = "should be true or false"
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"

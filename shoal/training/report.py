@@ -167,7 +167,7 @@ class Report:
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.checkpointed_modules:
-            recomputed = f"{len(names)} modules, {training.activation_checkpointing.mode}"
+            recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
         chunks = f"in {training.loss_chunks} chunks" if training.loss_chunks > 1 else ""
         if loss := ", ".join(filter(None, (chunks, self.loss))):
