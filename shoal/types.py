@@ -130,6 +130,7 @@ class Objective(Protocol):
     """What a strategy needs of a recipe."""
 
     has_metrics: bool
+    prepares_batches: bool
     """False if `metrics` need not be called."""
 
     def prepare_batch(self, batch: Any, rng: SampleRng) -> Any: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -145,3 +146,17 @@ def test_control_characters_in_an_error_do_not_reach_the_terminal(tmp_path: Path
     result = call_shoal(tmp_path, "checkpoint", "ls", "a\x1b[2Jb")
     assert result.returncode == 2
     assert result.stderr == "shoal: error: a\\x1b[2Jb: no such folder\n"
+
+
+def test_help_shows_no_type_for_flags_and_torchao_is_quiet(toy: ToyRun) -> None:
+    result = toy.call("train", "--help")
+    for line in result.stdout.splitlines():
+        assert "<bool>" not in line or "--help" in line
+    assert not logging.getLogger("torchao.kernel").isEnabledFor(logging.WARNING)
+
+
+def test_config_shows_what_was_changed(toy: ToyRun) -> None:
+    result = toy.call("config", "run.yaml", "--changed", "training.learning_rate=3e-4")
+    assert result.returncode == 0, result.stderr
+    assert "batch_size: 4" in result.stdout
+    assert "learning_rate" not in result.stdout  # it is the default

@@ -115,6 +115,28 @@ def test_plain_torch_calls_train_the_same_model_under_ddp_and_fsdp(pool2, tmp_pa
     assert sharded == pytest.approx(expected, abs=1e-6)
 
 
+def step_an_early_optimizer(wrap_name: str) -> str:
+    """Builds an optimizer before the model is wrapped; returns the refusal of its step."""
+    plain.setup_distributed(device="cpu")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = getattr(plain, wrap_name)(model)
+    take_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    try:
+        take_step(wrapped, early)
+    except UserError as error:
+        return str(error)
+    finally:
+        plain.cleanup_distributed()
+    return ""
+
+
+def test_an_optimizer_of_the_parameters_before_sharding_is_refused(pool2):
+    for refusal in pool2.run(step_an_early_optimizer, "wrap_model_fsdp", init=False):
+        assert refusal.startswith("the SGD was built before the model was sharded")
+    assert pool2.run(step_an_early_optimizer, "wrap_model_ddp", init=False) == ["", ""]
+
+
 def damage(checkpoint: Path) -> None:
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1

@@ -16,4 +16,4 @@ Overrides = Annotated[
         metavar="KEY=VALUE", help="Values to use instead of those in the file, such as training.max_steps=50."
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")]

@@ -20,7 +20,7 @@ def chaos(
     seed: Annotated[
         int, typer.Option(help="Seed for choosing processes and moments (which also depend on the clock).")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
     """Check that a run survives kills: train it twice, once with random kills, and compare the ends.

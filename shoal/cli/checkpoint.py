@@ -25,7 +25,7 @@ app = typer.Typer(help="List, verify, compare, export, import or remove checkpoi
 StepDir = Annotated[
     Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")]
 BasePath = Annotated[
     Path | None,
     typer.Option("--base", metavar="PATH", help="The file or folder with the frozen weights, if they were moved."),
@@ -95,7 +95,7 @@ def diff(
         float | None, typer.Option(help="Count differences up to this fraction of a tensor's largest value as equal.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="List every tensor that differs, optimizer slots too.")
+        bool, typer.Option("--all", metavar="", help="List every tensor that differs, optimizer slots too.")
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -123,10 +123,11 @@ def export(
         typer.Option("--to", help="hf: a folder for transformers; safetensors: one file; torch: a state dict."),
     ],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it, as stored.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Replace an earlier export.")] = False,
     base: BasePath = None,
     adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", help="Leave out the frozen weights that the checkpoint refers to.")
+        bool,
+        typer.Option("--adapter-only", metavar="", help="Leave out the frozen weights that the checkpoint refers to."),
     ] = False,
     average: Annotated[
         str | None,
@@ -173,7 +174,7 @@ def import_(
 def rm(
     step_dir: StepDir,
     force: Annotated[
-        bool, typer.Option("--force", help="Remove it even if it is the newest good one of its run.")
+        bool, typer.Option("--force", metavar="", help="Remove it even if it is the newest good one of its run.")
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,

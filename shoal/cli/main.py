@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -46,7 +48,10 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
@@ -56,6 +61,9 @@ def options(
 
 def main() -> None:
     """Runs the command line. A UserError is printed in one line and exits with code 2."""
+    # transformers and peft import torchao whether or not it is used, and it then logs what it cannot load.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"torchao\b")
     try:
         app()
     except (UserError, PermissionError) as error:

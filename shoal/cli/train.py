@@ -10,50 +10,66 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
-from shoal.errors import one_line, printable
+from shoal.errors import UserError, one_line, printable
 
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.training import Outcome
 
 
-def train(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", metavar="", help="Start anew: the run folder is renamed before, and nothing is deleted."),
+]
+
+
+def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, debug: Debug = False) -> None:
     """Train a run to its end, on as many processes as the config says.
 
     A run that was interrupted resumes from its last good checkpoint. Ctrl-C saves a checkpoint and stops. Several
     processes are started by this command (launch.procs_per_node=8), or by torchrun, Slurm or DeepSpeed's launcher.
     """
-    train_config(config, overrides or [], ["train", str(config)])
+    train_config(config, overrides or [], ["train", str(config)], fresh)
 
 
-def train_config(config: Path, overrides: list[str], command: list[str]) -> None:
+def train_config(config: Path, overrides: list[str], command: list[str], fresh: bool = False) -> None:
     """Trains a run to its end; `command` is what the user typed after `shoal`, without the overrides."""
     from shoal.config import load_run
     from shoal.launch.launcher import start
-    from shoal.launch.worker import as_worker
+    from shoal.launch.mistakes import RecipeFailure, explained, keep_traceback
+    from shoal.launch.worker import as_worker, log_path
     from shoal.processes.detect import detect, detect_attempt, is_worker
     from shoal.training import train as train_run
     from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
-    run = load_run(config, overrides)
+    with explained():
+        run = load_run(config, overrides)
     launch = run.config.launch
+    if fresh:
+        _start_fresh(run)
     if launch.processes > 1 and not is_worker():  # this process starts the others and does not train itself
         check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
-        raise typer.Exit(start(run, sys.argv[1:]))
+        raise typer.Exit(start(run, [word for word in sys.argv[1:] if word != "--fresh"]))
     world = detect()
     check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
     with as_worker(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
-            outcome = train_run(run, world, terminal)
+            with explained(run):
+                outcome = train_run(run, world, terminal)
             stopped_by = outcome.stopped_by
             if world.rank == 0:
                 _print_outcome(outcome, run, [_command("shoal"), *command], overrides)
+        except RecipeFailure as failure:
+            if world.size > 1:
+                raise  # `as_worker` shows it and writes the log
+            keep_traceback(log_path(run, 0), failure)
+            raise RecipeFailure(f"{failure}; --debug shows the traceback") from failure.__cause__
         except Stopped as stopped:
             stopped_by = stopped.signal
             if world.rank == 0:
@@ -62,6 +78,23 @@ def train_config(config: Path, overrides: list[str], command: list[str]) -> None
                 raise
     if stopped_by:
         raise typer.Exit(128 + stopped_by)
+
+
+def _start_fresh(run: Run) -> None:
+    """Renames the run folder, so that the run starts anew; not if a scheduler has restarted the same command."""
+    from shoal.processes.detect import detect, detect_attempt, is_worker
+    from shoal.training.preflight import move_aside
+
+    launch = run.config.launch
+    if launch.nodes > 1 or (is_worker() and detect().size > 1):
+        raise UserError(
+            "--fresh: several processes or machines would rename the run folder at once; rename it by hand, or choose "
+            "another experiment.output_dir"
+        )
+    if any(detect_attempt()):
+        print("shoal: restarted by the scheduler, so --fresh is left out and the run resumes", file=sys.stderr)
+    elif new := move_aside(Path(run.config.output_dir)):
+        print("the earlier run is now in", printable(str(new)), flush=True)
 
 
 def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: list[str]) -> None:
@@ -90,7 +123,7 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
     else:
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
-        others = [override for override in overrides if not override.startswith(f"training.{key}=")]
+        others = [override for override in overrides if override.partition("=")[0].strip() != f"training.{key}"]
         print("train on    ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
     print("plot with   ", printable(shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)])))
 

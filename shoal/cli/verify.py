@@ -21,7 +21,10 @@ def verify(
         typer.Option(help="Layouts to check, such as ddp,fsdp; 'own' is that of the config. Default: all that fit."),
     ] = "",
     steps: Annotated[int, typer.Option(help="Number of steps to train in each layout.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", metavar="", help="Print every check of every layout.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check that your model trains the same under every layout (ddp, fsdp, tensor parallel, ...).
@@ -33,10 +36,10 @@ def verify(
     --strategies that refuses the model, 3 if a layout does other work than promised or cannot be compared.
     """
     from shoal.config import load_run
-    from shoal.verify import exit_code, print_verdict, prove
+    from shoal.verify import Table, exit_code, print_verdict, prove
 
     layouts = [name for name in strategies.split(",") if name] or None
-    on_verdict = (lambda verdict: None) if as_json else print_verdict
+    on_verdict = (lambda verdict: None) if as_json else print_verdict if verbose else Table().add
     on_warning = partial(print, file=sys.stderr if as_json else sys.stdout)
     verdicts = prove(
         load_run(config, overrides or ()), procs, layouts, steps, on_verdict=on_verdict, on_warning=on_warning

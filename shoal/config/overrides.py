@@ -54,6 +54,7 @@ def _read_with_bases(path: Path, extended_by: tuple[Path, ...], files: Iterator[
 def _parse_override(override: str) -> tuple[Tree, Sources]:
     """Returns `training.max_steps=5` as a tree."""
     key, equals, text = override.partition("=")
+    key = key.strip()  # "training.max_steps = 5"
     if not equals or not key:
         raise UserError(f"override {override!r:.200} should have the form section.key=value")
     if key.count(".") >= MAX_DEPTH:

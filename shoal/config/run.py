@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
 from shoal.config.validation import fields_of, named, refuse_unknown, validate
-from shoal.config.yaml import Sources, Tree, format_value, is_section
+from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section
 from shoal.errors import UserError
 
 RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe"}
@@ -49,15 +50,45 @@ class Run:
         first = {name: tree.pop(name) for name in ("experiment", "recipe")}
         return {**first, **{name: section for name, section in sections.items() if section}, **tree}
 
-    def to_yaml(self, derived: Mapping[str, Any] | None = None) -> str:
+    def to_yaml(self, derived: Mapping[str, Any] | None = None, only_changed: bool = False) -> str:
         """Returns a config file with all values, each with its source. It loads as the same run.
+
+        With `only_changed` it has the values that a file or the command line sets to something else than the default.
 
         `derived` are values by dotted key for keys that the config leaves out. They are written as comments: as values
         they would contradict a later override of another factor of the batch size.
         """
-        rows = [*_rows(self.tree(), self.sources, derived or {})]
+        tree, derived = self.tree(), derived or {}
+        if only_changed:
+            tree, derived = self._changed(tree), {}
+        rows = [*_rows(tree, self.sources, derived)]
         width = min(60, max(len(left) for left, _ in rows))
         return "".join(f"{left:<{width}}  # {note}\n" if note else f"{left}\n" for left, note in rows)
+
+    def _changed(self, tree: Tree) -> Tree:
+        """Returns the part of the tree that differs from a run of the same recipe with defaults.
+
+        If the recipe has required keys, there is no such run, and all values that were set are returned.
+        """
+        defaults: Tree = {}
+        with suppress(UserError):
+            defaults = flatten(check_run({"recipe": self.config.recipe, "training": {"max_steps": 1}}).tree())
+        for key in ("recipe", "experiment.name", "training.max_steps"):  # set above, or after the file
+            defaults.pop(key, None)
+        return _without(tree, defaults, self.sources)
+
+
+def _without(tree: Tree, defaults: Tree, sources: Sources, prefix: str = "") -> Tree:
+    """Returns the values that were set and are not those of `defaults`, by dotted key."""
+    kept: Tree = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if is_section(value) and value:
+            if inner := _without(value, defaults, sources, f"{dotted}."):
+                kept[key] = inner
+        elif source_of(dotted, sources) != DEFAULT and (dotted not in defaults or defaults[dotted] != value):
+            kept[key] = value
+    return kept
 
 
 def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -82,6 +113,9 @@ def source_of(dotted: str, sources: Sources) -> str:
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Loads a config file with overrides such as `training.max_steps=5`; every mistake is a UserError of one line."""
     tree, sources = read_with_overrides(Path(path), overrides)
+    experiment = tree.setdefault("experiment", {})
+    if isinstance(experiment, dict) and "name" not in experiment and Path(path).stem:
+        experiment["name"], sources["experiment.name"] = Path(path).stem, "the file's name"
     return check_run(tree, sources, import_from=Path(path).parent)
 
 

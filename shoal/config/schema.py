@@ -28,7 +28,7 @@ from shoal.config.section import Fraction, NonNegative, Positive, Section, short
 
 class ExperimentConfig(Section):
     name: Annotated[str, Field(min_length=1, pattern=r"^[^/\\]+$")] = "run"
-    """The name of the run."""
+    """The name of the run. A config file that leaves it out gives it the file's name."""
     output_dir: str | None = None
     """The run folder. Default: `runs/<name>`."""
     seed: NonNegative = 0

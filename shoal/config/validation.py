@@ -38,6 +38,8 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         tag, names = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         near = get_close_matches(str(tag)[:100], names.replace("'", "").split(", "), n=1)
         return f"{name} = {tag!r:.200} is not one of {names}" + "".join(f"; did you mean {one!r}?" for one in near)
+    if error["type"] in ("bool_type", "bool_parsing"):
+        message = "should be true or false"
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"

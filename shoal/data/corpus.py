@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.hub import hub
+from shoal.data.local_files import reader_of, refuse_records
 from shoal.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,16 +75,20 @@ def _list_files(patterns: list[str]) -> list[Path]:
                 f"dataset.files = {pattern!r}: no such file, no folder with files, and no match as a glob; correct the "
                 "path"
             )
+        for file in files:
+            refuse_records(file)
         found.update(dict.fromkeys(files))
     return list(found)
 
 
 def _load_hugging_face(config: TextDataset) -> tuple[Corpus, Corpus | None]:
-    local = Path(config.name).expanduser()
-    with hub("dataset.name", config.name, "datasets", local=local.is_dir()) as datasets:
-        builder = datasets.load_dataset_builder(
-            str(local) if local.is_dir() else config.name, config.config or _DEFAULT_CONFIGS.get(config.name)
-        )
+    local, reader = Path(config.name).expanduser(), reader_of(config.name)
+    with hub("dataset.name", config.name, "datasets", local=local.exists()) as datasets:
+        if reader:
+            builder = datasets.load_dataset_builder(reader, config.config, data_files=str(local))
+        else:
+            name = str(local) if local.is_dir() else config.name
+            builder = datasets.load_dataset_builder(name, config.config or _DEFAULT_CONFIGS.get(config.name))
         builder.download_and_prepare()
         train = _load_split(builder, config.split, config.text_column)
         held_out = "validation" in builder.info.splits and "validation" not in config.split and config.eval_fraction > 0

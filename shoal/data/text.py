@@ -29,7 +29,7 @@ class TextDataset(BaseModel):
 
     name: str = "stdlib"
     """`stdlib`: the source code of Python's standard library. `text`: your `files`. Anything else: the name of a
-    dataset on the Hugging Face Hub, or its local folder."""
+    dataset on the Hugging Face Hub, its local folder, or a local file (JSON lines, Parquet, CSV)."""
     files: str | list[str] | None = None
     """The files, folders or globs to read; for `name: text`."""
     config: str | None = None

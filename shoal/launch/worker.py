@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import sys
 import traceback
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
+from shoal.launch.mistakes import RecipeFailure, harmless
 from shoal.processes.board import board_section, connect_to_board
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
@@ -60,21 +60,24 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
         hide_traceback = is_user_error and "--debug" not in sys.argv
         text = f"shoal: error: {one_line(error, limit=10_000)}\n" if hide_traceback else _format_traceback()
         with suppress(OSError), path.open("a") as file:
-            file.write(text)
+            file.write(_format_traceback() if isinstance(error, RecipeFailure) else text)
         if is_lost_peer_error(error):
             os._exit(LOST_PEERS_EXIT_CODE)
         code = 2 if is_user_error else 1
         if board.add(f"errors of {world.attempt_name}", 1) == 1:
+            if isinstance(error, RecipeFailure) and hide_traceback:
+                line = f"rank {world.rank}: {one_line(error, limit=10_000)}; traceback in {printable(str(path))}"
+                text = f"shoal: error: {line}\n"
             os.write(terminal, (text if is_user_error else f"shoal: rank {world.rank} failed\n{text}").encode())
-            if is_user_error or step_folders(output_dir) == saved_before:
+            is_certain = is_user_error and not isinstance(error, RecipeFailure)
+            if is_certain or step_folders(output_dir) == saved_before:
                 board.set(FINAL_EXIT_CODE, str(code))
         sys.stdout.flush()
         os._exit(code)
 
 
 def _format_traceback() -> str:
-    """Returns the traceback of the current exception; no line of it looks like one that shoal prints."""
-    return re.sub(r"^(?=shoal:|warning:)", "  ", printable(traceback.format_exc(), keep="\n\t"), flags=re.MULTILINE)
+    return harmless(traceback.format_exc())
 
 
 def _open_log(path: Path, run: Run) -> TextIO:

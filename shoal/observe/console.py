@@ -70,7 +70,7 @@ class Console(AbstractContextManager["Console"]):
         self._step = step
         self._latest.update(metrics)
         fields = [f"step {step}/{self._total_steps}", *(_format(name, value) for name, value in metrics.items())]
-        if (left := self._seconds_left()) is not None:
+        if (left := self._seconds_left()) is not None and step < self._total_steps:
             fields.append(f"eta {_clock_time(left)}")
         in_the_bar = all(name.startswith("train/") for name in metrics)
         self.line("  ".join(fields), only_copy=in_the_bar and self._live is not None)
@@ -154,6 +154,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "train/mfu": "mfu {:.1%}".format,
     "train/data_seconds": "data {:.3f}s".format,
     "train/memory_gib": "{:.1f} GiB".format,
+    "train/skipped_steps": lambda value: f"{value:g} update{'s' * (value != 1)} skipped",
     "eval/loss": "eval loss {:.4f}".format,
 }
 

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from shoal.callbacks.hook_methods import HookMethods
 from shoal.data import BatchSchedule, Loader
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
 
@@ -31,12 +31,18 @@ class Recipe(HookMethods):
     unit = "samples"
     """The name of what `count` counts, for the log."""
 
+    loss_mixes_samples = False
+    """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
+    The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
     has_metrics = False
     """True if the class defines `metrics`; it is set for every subclass."""
+    prepares_batches = False
+    """True if the class defines `prepare_batch`; it is set for every subclass."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.has_metrics = cls.metrics is not Recipe.metrics
+        cls.prepares_batches = cls.prepare_batch is not Recipe.prepare_batch
 
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
@@ -64,7 +70,14 @@ class Recipe(HookMethods):
 
     def collate(self, samples: list[Any]) -> Any:
         """Returns a batch of samples."""
-        return default_collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            kind = type(samples[0]).__name__
+            raise UserError(
+                f"recipe {type(self).__name__}: samples of type {kind} cannot be batched ({one_line(error)}); let the "
+                "data return dicts of tensors of one shape, or override collate(self, samples)"
+            ) from error
 
     def example_batch(self, size: int) -> Any:
         """Returns a batch of the first samples of `train_data`, for planning."""
@@ -85,10 +98,12 @@ class Recipe(HookMethods):
         raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
 
     def count(self, batch: Any) -> Tensor | int:
-        """Returns the number of terms in the loss: of labels that are not -100, or of samples if there are no
-        labels."""
+        """Returns the number of terms in the loss: of labels that are not -100, or of samples if there are no labels.
+
+        Labels that are floating-point numbers, such as probabilities of (batch, classes), count as one per sample.
+        """
         if isinstance(batch, dict) and isinstance(labels := batch.get("labels"), Tensor):
-            return (labels != IGNORED_LABEL).sum()
+            return len(labels) if labels.is_floating_point() and labels.ndim else (labels != IGNORED_LABEL).sum()
         return num_samples(batch)
 
     def labels(self, batch: Any) -> Tensor:

@@ -225,13 +225,17 @@ class DistributedStrategy(ABC):
         return info
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective) -> StepOutput:
-        """Returns the summed loss and count of these micro-batches over all ranks, without gradients."""
+    def evaluate(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, *, over_ranks: bool = True
+    ) -> StepOutput:
+        """Returns the summed loss and count of these micro-batches without gradients, over all ranks or of this one."""
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
-        measures = Measures(recipe, micro_batches, counts)
+        measures = Measures(recipe, micro_batches, counts, only_loss=not over_ranks)
         total = self._sum(self._executor.score(model, batches, recipe, measures), micro_batches)
         count = self._sum(counts, micro_batches)
+        if not over_ranks:
+            return StepOutput(total, count)
         return StepOutput(self.sum_over_data(total), self.sum_over_data(count), measures.by_name)
 
     @abstractmethod
@@ -371,8 +375,11 @@ def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch
 
     A recipe should draw from the SampleRng alone; if it uses global generators, it at least repeats itself.
     """
+    batch = to_device(micro.data, device)
+    if not recipe.prepares_batches:
+        return batch
     seed_generators(mix(seed, "prepare_batch", *micro.epochs[:1], *micro.ids[:1]), device)
-    return recipe.prepare_batch(to_device(micro.data, device), SampleRng(seed, micro.epochs, micro.ids, device))
+    return recipe.prepare_batch(batch, SampleRng(seed, micro.epochs, micro.ids, device))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import UserError
-from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
+from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.measures import Measures
+from shoal.strategies.recipe_results import model_inputs
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
 from shoal.types import Objective
@@ -65,9 +65,7 @@ class InTurn:
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 with engine.accumulate(index == last):
                     with self.surroundings.enter(recipe, batch, scale, step, index):
-                        loss = measures.loss(engine.module(**recipe.inputs(batch)), batch, index)
-                    if loss.ndim:
-                        raise UserError(NOT_SCALAR.format([*loss.shape]))
+                        loss = measures.loss(engine.module(**model_inputs(recipe, batch)), batch, index)
                     if engine.backward is None:
                         loss.backward(scale)  # fewer operations than multiplying the loss
                     else:
@@ -89,7 +87,7 @@ class InTurn:
 
     def _warm_up_loss(self, batch: Any, recipe: Objective, measures: Measures, step: int) -> Tensor:
         with self.surroundings.enter(recipe, batch, None, step, 0):
-            return measures.loss_alone(self.engine.module(**recipe.inputs(batch)), batch)
+            return measures.loss_alone(self.engine.module(**model_inputs(recipe, batch)), batch)
 
 
 class Overlapped:
@@ -108,11 +106,12 @@ class Overlapped:
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
-        self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
+        inputs = [dict(model_inputs(recipe, batch)) for batch in batches]
+        self.pipeline.step(inputs, score, self._enter(recipe, batches, scales, step))
         return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective, measures: Measures) -> list[Tensor]:
-        inputs = [recipe.inputs(batch) for batch in batches]
+        inputs = [dict(model_inputs(recipe, batch)) for batch in batches]
         enter = self._enter(recipe, batches, [None] * len(batches), "eval")
         losses = self.pipeline.evaluate(inputs, lambda output, i: measures.loss(output, batches[i], i).float(), enter)
         return self._from_last_stage(losses or self._zeros(len(batches)))

@@ -36,6 +36,7 @@ from shoal.errors import UserError
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import check_storable, share_model
+from shoal.strategies.replaced_parameters import remember_replaced
 from shoal.strategies.state import (
     check_jsonable,
     check_same_optimizers,
@@ -94,9 +95,9 @@ class Loop:
         if weights.kind == "built" and (at_step or layout.engine != "ddp"):
             self._share_weights(model)  # DDP's engine does so itself
         self._model = model
-        self._optimizers = strategy._place_model(
-            model, builders, plan or ParallelPlan.derive(model), weights, "none" if at_step else "mean"
-        )
+        plan = plan or ParallelPlan.derive(model)
+        with remember_replaced(model):
+            self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
         self._check_separate(self._optimizers)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserError
+from shoal.strategies.recipe_results import checked_loss
 from shoal.types import MicroBatch, Objective
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
@@ -25,26 +26,32 @@ class Measures:
     Sums stay on the device, in float64 where the device has it, so that nothing waits and nothing is rounded away.
     """
 
-    def __init__(self, recipe: Objective, micro_batches: Sequence[MicroBatch], counts: Sequence[Tensor | int]):
-        """`counts` are the recipe's counts of the micro-batches."""
+    def __init__(
+        self,
+        recipe: Objective,
+        micro_batches: Sequence[MicroBatch],
+        counts: Sequence[Tensor | int],
+        only_loss: bool = False,
+    ):
+        """`counts` are the recipe's counts of the micro-batches. With `only_loss` nothing is measured."""
         self.by_name: dict[str, Any] = {}
         """(sum, count), or a torchmetrics object."""
         self._recipe, self._micro_batches, self._counts = recipe, micro_batches, counts
-        self._has_metrics = recipe.has_metrics
+        self._has_metrics, self._only_loss = recipe.has_metrics and not only_loss, only_loss
 
     def loss(self, output: Any, batch: Any, index: int) -> Tensor:
         """Returns the loss of a micro-batch, and adds its metrics unless it is a filler."""
         loss, beside = self._recipe.loss(output, batch), None
         if isinstance(loss, tuple):
             loss, beside = self._split(loss)
-        if (self._has_metrics or beside is not None) and self._micro_batches[index].weight:
+        if (self._has_metrics or (beside and not self._only_loss)) and self._micro_batches[index].weight:
             self._add(output, batch, beside, self._counts[index])
-        return loss
+        return checked_loss(self._recipe, loss)
 
     def loss_alone(self, output: Any, batch: Any) -> Tensor:
         """Returns the loss of a micro-batch that is computed only to set things up."""
         loss = self._recipe.loss(output, batch)
-        return self._split(loss)[0] if isinstance(loss, tuple) else loss
+        return checked_loss(self._recipe, self._split(loss)[0] if isinstance(loss, tuple) else loss)
 
     def _split(self, returned: tuple[Any, ...]) -> tuple[Tensor, Mapping[str, Any]]:
         if len(returned) != 2 or not isinstance(returned[0], Tensor) or not isinstance(returned[1], Mapping):

@@ -22,6 +22,7 @@ from shoal.errors import UserError
 from shoal.tensors import local_part
 from shoal.training.hooks import HookState
 from shoal.training.optimizers import is_by_recipe
+from shoal.training.recipe_source import recipe_source
 from shoal.training.resume import Progress, load_checkpoint, optimizer_change, restore, state_for
 from shoal.training.session import Session
 from shoal.types import TrainState
@@ -44,6 +45,7 @@ class Checkpoints:
         """`skip_to` is the position to go on from if this process goes back to its last checkpoint."""
         self.run, self.session, self.warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
+        self._recipe_source = recipe_source(run.recipe_type)
         self.manager = CheckpointManager(
             Path(run.config.output_dir),
             config.keep_last,
@@ -100,6 +102,7 @@ class Checkpoints:
             "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],
             "config": self.run.tree(),
             **({"optimizer": self.session.optimizer_name} if is_by_recipe(self.session.optimizer) else {}),
+            "recipe_source": self._recipe_source,
             **tied_and_buffers(self.session.model),
         }
         state, base = self.base.without_base(self.session.state())

@@ -6,7 +6,8 @@ What a step computes is its body's business: a recipe's (`trainer.py`), or a use
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -82,6 +83,7 @@ class Shell:
     """Runs the steps of a session from where it stands to the end of the run."""
 
     observers: Observers
+    warn: Callable[[str], None]
 
     def __init__(
         self,
@@ -101,6 +103,8 @@ class Shell:
         self.step = self.first_step = checkpoints.progress.step
         self.total_steps = loaders.total_steps
         self.stopped_by = 0
+        self._samples = checkpoints.progress.samples
+        """The samples of the steps that are finished; the loader has given out those of the next one."""
         self.metrics: dict[str, float] = hooks.run.metrics
         self._save_soon = False
         """True if the next step should be saved: the evaluation was among the best, or the last save is long ago."""
@@ -116,14 +120,14 @@ class Shell:
         if self.owes_evaluation():
             self.evaluate(body)
         watchdog.at("waiting for data", self.step + 1)
-        with _collector_paused():
+        with _collector_paused(), self._stopping_at_interrupt():
             for micro_batches in islice(loader, self._steps_left()):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
                 if before_step:
                     hooks.call("before_step")
                 output, info = body.take_step(micro_batches, self.step)
-                self.step += 1
+                self.step, self._samples = self.step + 1, loader.position
                 self.observers.meter.add(output, info)
                 handle.step, handle.output, handle.info = self.step, output, info
                 if after_step:
@@ -148,6 +152,19 @@ class Shell:
         outcome = self._finish(body)
         watchdog.at("leaving", self.step)
         return outcome
+
+    @contextmanager
+    def _stopping_at_interrupt(self) -> Iterator[None]:
+        """Ends the run as Ctrl-C does if a recipe raises KeyboardInterrupt; the step under way is not counted.
+
+        Of several ranks the others would wait for the one that raised, so it fails there.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.strategy.world_size > 1:
+                raise
+            self.stopped_by = signal.SIGINT
 
     def _due(self, *intervals: int | None) -> bool:
         for every in intervals:  # noqa: SIM110  a generator is a call for each
@@ -259,7 +276,7 @@ class Shell:
         self.hooks.call("before_save")
         progress: dict[str, Any] = {
             "step": self.step,
-            "samples": self.loaders.train.position,
+            "samples": self._samples,
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }
@@ -279,6 +296,8 @@ class Shell:
         if in_files:
             self.observers.loggers.log(self.step, metrics)
         short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
+        if skipped := metrics.get("train/skipped_steps"):
+            short["train/skipped_steps"] = skipped
         self.observers.console.metrics(self.step, short)
 
     def _finish(self, body: Body) -> Outcome:

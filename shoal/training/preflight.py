@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-from shoal.checkpoint import CheckpointManager
+from shoal.checkpoint import CheckpointManager, step_folders
 from shoal.checkpoint.init_from import open_weights
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.config.layout import check_layout
-from shoal.errors import UserError
+from shoal.errors import UserError, as_user_error
 from shoal.processes.world import World
 from shoal.strategies import DistributedStrategy
 from shoal.training.resume import find_checkpoints
@@ -44,18 +45,45 @@ def check_world(run: Run, world: World) -> None:
 
 @contextmanager
 def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock]:
-    """Makes the folder, holds it against other runs, and writes the resolved config into it."""
+    """Makes the folder, holds it against other runs, and writes the config of a run that has no checkpoints yet."""
     folder = Path(run.config.output_dir)
-    phases = derive_batches(run.config.training, strategy.data_size)
     run_lock = RunLock(folder, strategy.world.job, strategy.world.attempt)
     try:
         try:
             (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
             if strategy.is_main_process:
                 run_lock.acquire()
-                (folder / "config.yaml").write_text(run.to_yaml(derived_values(phases[0], strategy.data_size)))
+                if not step_folders(folder):
+                    _write_config(run, strategy)
         except OSError as error:
             raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
         yield run_lock
     finally:
         run_lock.release()
+
+
+def update_config(run: Run, strategy: DistributedStrategy) -> None:
+    """Writes the config of a run that goes on, once it is known that it does.
+
+    A run that is finished, or that refuses to resume with changed keys, keeps the config that it was trained with.
+    """
+    if strategy.is_main_process:
+        with as_user_error(f"experiment.output_dir = {run.config.output_dir!r} cannot be written", OSError):
+            _write_config(run, strategy)
+
+
+def _write_config(run: Run, strategy: DistributedStrategy) -> None:
+    phases = derive_batches(run.config.training, strategy.data_size)
+    text = run.to_yaml(derived_values(phases[0], strategy.data_size))
+    (Path(run.config.output_dir) / "config.yaml").write_text(text)
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Renames a run folder to the first free of `<folder>.1`, `<folder>.2`, …; returns the new name, or None if there
+    is no folder. Raises UserError if a run is using it."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    with RunLock(folder):
+        pass
+    new = next(path for number in count(1) if not (path := folder.with_name(f"{folder.name}.{number}")).exists())
+    return folder.rename(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from shoal.training.loop import Shell
 
 
+SEPARATOR = f"{'-' * 60}\n"
+"""The line between the reports of a run that was interrupted."""
 SECTIONS = {
     "ddp": ("ddp",),
     "fsdp": ("fsdp", "mesh"),
@@ -44,6 +47,10 @@ class Report:
     def __init__(self, shell: Shell):
         self.shell, self.engaged = shell, shell.strategy.engaged
         self.training = shell.config.training
+        self.loss = ""
+        """What a check of the first batch found out about the loss."""
+        self.unused: list[str] = []
+        """The trained parameters that had no gradient in the first step."""
         self._witness = HalfWitness(self.training.mixed_precision)
         self._recomputed_before = num_recomputed()
         self._compiled_before = self._compiled = compile_counts() if self.training.compile else CompileCounts(0, 0, "")
@@ -89,6 +96,11 @@ class Report:
                 f"false.{recomputed}"
             )
 
+    def write(self, path: Path) -> None:
+        """Appends the report to a file, which has those of the runs before that were interrupted."""
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{SEPARATOR if file.tell() else ''}{self}\n")
+
     def __str__(self) -> str:
         rows = [*self._rows()]
         width = max(len(name) for name, _, _ in rows)
@@ -118,6 +130,9 @@ class Report:
         if names := session.ungrouped:
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
+        if names := self.unused:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            yield "no gradient", f"{shown} ({len(names)} in all): trained, but not used by the loss of this step", ()
         yield self._weights()
         yield (
             "data",
@@ -135,7 +150,8 @@ class Report:
             "batch",
             f"{first.global_batch_size} = {first.batch_size} × {accumulation(first, strategy.data_size)} accumulated "
             f"× {strategy.data_size} data-parallel"
-            + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later),
+            + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
+            + self._batch_advice(first.global_batch_size),
             ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation"),
         )
         yield (
@@ -149,10 +165,11 @@ class Report:
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.checkpointed_modules:
-            recomputed = f"{len(names)} modules, {training.activation_checkpointing.mode}"
+            recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
-        if training.loss_chunks > 1:
-            yield "loss", f"in {training.loss_chunks} chunks", ("training.loss_chunks",)
+        chunks = f"in {training.loss_chunks} chunks" if training.loss_chunks > 1 else ""
+        if loss := ", ".join(filter(None, (chunks, self.loss))):
+            yield "loss", loss, ("training.loss_chunks",)
         if engaged.compiled:
             graphs, breaks, reason = self._compiled
             said = f"{breaks} breaks, the last because of: {reason}" if breaks else "no breaks"
@@ -237,11 +254,20 @@ class Report:
             idle["training.max_grad_norm"] = "rprop uses the signs of gradients alone"
         return idle
 
+    def _batch_advice(self, global_batch_size: int) -> str:
+        """Returns a remark if the number of processes decides the global batch, and so the training."""
+        if self.training.global_batch_size is not None or self.shell.strategy.data_size == 1:
+            return ""
+        return (
+            "; another number of processes would train with another batch, unless training.global_batch_size = "
+            f"{global_batch_size} is set"
+        )
+
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
         origins = {
             "init": "drawn by name",
-            "files": f"read from {len(weights.files)} files",
+            "files": f"read from {len(weights.files)} file{'s' * (len(weights.files) != 1)}",
             "built": "as built",
             "empty": "left empty: memory without values, for planning only",
         }

@@ -28,6 +28,7 @@ from shoal.strategies import DistributedStrategy
 from shoal.training.hooks import HookState
 from shoal.training.metric_sums import SinceLog
 from shoal.training.optimizers import build_optimizer, is_by_recipe, kept_slots
+from shoal.training.recipe_source import describe_change, recipe_source
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
 from shoal.types import BatchPhase, TrainState
@@ -104,6 +105,8 @@ def restore(
         if change:
             differs = f"{change.key} is {change.value!r} and was {change.before!r}"
             warn(f"{differs}: the optimizer starts with fresh state at step {checkpoint.trainer['step']}")
+        if difference := describe_change(checkpoint.manifest.get("recipe_source"), recipe_source(run.recipe_type)):
+            warn(f"going on from {folder}: {difference}")
         load_checkpoint(session, checkpoint, state, base)
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)

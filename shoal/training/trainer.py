@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
+from shoal.errors import UserError
 from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, from_config
+from shoal.strategies.recipe_results import place_of
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.evaluation import Evaluation
@@ -26,16 +29,18 @@ from shoal.training.forward_writes import check_forward_writes
 from shoal.training.hooks import Hooks
 from shoal.training.loaders import Data, Loaders, count_steps, open_data, open_loaders, unknown_metric
 from shoal.training.loop import Outcome, Shell
+from shoal.training.loss_check import check_loss
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
-from shoal.training.preflight import check_start, check_world, open_run_folder
+from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
 from shoal.training.report import Report
 from shoal.training.resume import Progress
 from shoal.training.schedules import PlateauSchedule, build_schedule, say_jump, schedule_is_by_recipe
 from shoal.training.session import Session, assemble
 from shoal.training.signals import StopFlag, Stopped
+from shoal.training.unused import find_unused
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
 
@@ -107,8 +112,11 @@ def open_shell(
     hooks.run.keep_alive = lambda: watchdog.at("ending", hooks.run.step)
     shell = Shell(run, session, checkpoints, loaders, stop, watchdog, hooks)
     shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
+    shell.warn = warn
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)
+    if progress.step < loaders.total_steps:
+        update_config(run, strategy)
     return shell
 
 
@@ -170,7 +178,10 @@ class RecipeBody:
             self._follow_evaluations(shell, self.schedule)
         self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
         self._report: Report | None = Report(shell)
-        self._hooks, self._before_update = shell.hooks, bool(shell.hooks.calls["before_update"])
+        self._hooks = shell.hooks
+        self._before_update: Callable[[], None] | None = None
+        if shell.hooks.calls["before_update"]:
+            self._before_update = partial(shell.hooks.call, "before_update")
 
     def _follow_evaluations(self, shell: Shell, schedule: PlateauSchedule) -> None:
         """Gives the schedule what it had noted when the checkpoint was saved, and lets it be saved again."""
@@ -183,8 +194,8 @@ class RecipeBody:
             return self._take_first_step(micro_batches, step, self._report)
         set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        if self._before_update:
-            self._hooks.call("before_update")
+        if self._before_update is not None:
+            self._before_update()
         return output, self.strategy.step(self.optimizer, self._max_norm)
 
     def _take_first_step(
@@ -193,17 +204,28 @@ class RecipeBody:
         """Takes a step, watches whether what was asked for engages, and shows what is in force."""
         self._report, session, observers = None, self.session, report.shell.observers
         check_forward_writes(
-            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy, report.shell.checkpoints.warn
+            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy, report.shell.warn
         )
         observers.meter.flops_per_sample = flops_per_sample(
             session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
         )
         session.meta_model = None
+        if step == 0:
+            report.loss = check_loss(self.strategy, self.model, micro_batches[0], self.recipe, report.shell.warn)
+        before_update = self._before_update
+
+        def look_for_unused() -> None:
+            report.unused = find_unused(self.strategy, self.model)
+            if before_update is not None:
+                before_update()
+
+        self._before_update = look_for_unused
         with report.watch():
             taken = self.take_step(micro_batches, step)
+        self._before_update = before_update
         report.check()
         if self.strategy.is_main_process:
-            (report.shell.output_dir / "report.txt").write_text(f"{report}\n")
+            report.write(report.shell.output_dir / "report.txt")
         observers.console.line(str(report))
         return taken
 
@@ -270,3 +292,8 @@ class RecipeBody:
             self.strategy.whole_model(self.model) as model,
         ):
             self.preview = None if model is None else self.recipe.preview(model)
+        if not isinstance(self.preview, str | None):
+            raise UserError(
+                f"{place_of(self.recipe.preview)}: preview returned a {type(self.preview).__name__}; return a text or "
+                "None"
+            )

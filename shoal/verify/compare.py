@@ -158,7 +158,10 @@ def _constant_factor(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str
     scale = sum((expected[key] * got[key]).sum().item() for key in expected) / max(norm(expected) ** 2, 1e-30)
     if norm({key: got[key] - scale * expected[key] for key in expected}) > 1e-4 * norm(got):
         return ""
-    return f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing"
+    return (
+        f"; all gradients are {scale:.4g} times those of one device: a constant factor is missing, as if the recipe's "
+        "loss were a mean and not the sum over the batch, or its count did not fit the loss"
+    )
 
 
 def _weights(

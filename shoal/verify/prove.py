@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
-
-from rich.console import Console
 
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import data_size
@@ -32,14 +29,6 @@ Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
 
 
 Outcome = Literal["same", "other work", "not comparable", "different", "left out"]
-OUTCOMES: Mapping[Outcome, str] = {
-    "same": "same training as on one device",
-    "other work": "same training as on one device, but more or other work than promised",
-    "not comparable": "cannot be compared with one device",
-    "different": "NOT the same training as on one device",
-    "left out": "left out",
-}
-"""How a verdict is printed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,8 @@ class Verdict:
     """The description of the config's own layout, if this is that layout."""
     left_out: str = ""
     """The reason why the layout refused this model, if it did."""
+    frozen_statistics: list[str] = field(default_factory=list)
+    """Batch norms whose statistics were frozen for the proof."""
 
     @property
     def outcome(self) -> Outcome:
@@ -137,7 +128,15 @@ def prove(
         expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
         checks = compare(reference, traces, expected, layout.precision)
         verdicts.append(
-            Verdict(candidate.name, layout.world_size, checks, reference.mixing, reference.draws, own_layout)
+            Verdict(
+                candidate.name,
+                layout.world_size,
+                checks,
+                reference.mixing,
+                reference.draws,
+                own_layout,
+                frozen_statistics=reference.frozen_statistics,
+            )
         )
         on_verdict(verdicts[-1])
     return verdicts
@@ -169,19 +168,6 @@ def _choose(
             raise UserError(f"--strategies {name}: {reason}")
         chosen.append(row)
     return chosen
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """Prints a title and one line for each check; failed checks are red on a terminal."""
-    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    own_layout = f" (this config's own layout: {verdict.own_layout})" if verdict.own_layout else ""
-    result = OUTCOMES[verdict.outcome] + (f": {verdict.left_out}" if verdict.left_out else "")
-    console.print(f"{verdict.layout} on {verdict.procs} process{'es' * (verdict.procs > 1)}: {result}{own_layout}")
-    for check in verdict.checks:
-        result, style = ("ok", None) if check.passed else ("FAILED", "red")
-        console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
-    if verdict.outcome == "not comparable":
-        console.print(f"  {why_not_comparable(verdict)}")
 
 
 def why_not_comparable(verdict: Verdict) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.peers import Peers
@@ -29,6 +29,7 @@ from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.evaluation import Evaluation
 from shoal.training.hooks import Hooks
 from shoal.training.metric_sums import means, sum_over_ranks, to_host
+from shoal.training.modes import evaluation_mode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, StepOutput, TrainState
@@ -102,6 +103,8 @@ class Trace:
     rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
     the seeds of its generators after the first step."""
+    frozen_statistics: list[str] = field(default_factory=list)
+    """Batch norms that use their running statistics for the proof, as in an evaluation."""
     mixing: list[str] = field(default_factory=list)
     """Modules whose output for a sample depends on the others in its micro-batch."""
     draws: list[str] = field(default_factory=list)
@@ -150,7 +153,8 @@ class _Tracer:
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
-        trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
+        norms = {name: module for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)}
+        trace.mixing = [name for name, module in norms.items() if module.running_mean is None]
         hooks = self._hooks(steps)
         hooks.call("on_start")
         with closing(self._loader()) as loader:
@@ -245,6 +249,7 @@ class _Tracer:
             by_recipe=False,
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
+        self.trace.frozen_statistics = freeze_batch_statistics(self.model)
 
     def _hooks(self, steps: int) -> Hooks:
         """Returns the hooks of the recipe, and those built-in callbacks that keep something of the weights.
@@ -299,13 +304,11 @@ class _Tracer:
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Returns the loss of an evaluation as a run makes it, and notes its metrics."""
-        self.model.eval()
-        self.strategy.sync_buffers(self.model)
-        evaluation = Evaluation(self.session)
-        with self.session.metric_objects.set_aside():
+        with evaluation_mode(self.model), self.session.metric_objects.set_aside():
+            self.strategy.sync_buffers(self.model)
+            evaluation = Evaluation(self.session)
             evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
             values = evaluation.values()
-        self.model.train()
         loss = values.pop("loss")
         self.trace.metrics |= {f"eval/{name}": [value] for name, value in values.items()}
         return loss
@@ -335,6 +338,19 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
+
+
+def freeze_batch_statistics(model: nn.Module) -> list[str]:
+    """Lets batch norms that train use their running statistics, and returns their names.
+
+    With the statistics of a micro-batch no two layouts compute the same, because their micro-batches differ.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORM) and module.training and module.running_mean is not None:
+            module.eval()
+            names.append(name)
+    return names
 
 
 def norm(named: dict[str, Tensor]) -> float:

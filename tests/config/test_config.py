@@ -45,6 +45,33 @@ def refuse(folder: Path, text: str, *overrides: str) -> str:
     return message
 
 
+def test_spaces_around_the_equals_sign_of_an_override(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "training.max_steps = 7").config.training.max_steps == 7
+
+
+def test_a_word_that_is_no_boolean_is_told_what_is(tmp_path: Path) -> None:
+    message = refuse(tmp_path, MINIMAL, "training.compile=yes")
+    assert message == "training.compile (command line) = 'yes': should be true or false"
+
+
+def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(MINIMAL)
+    assert load_run(tmp_path / "tiny.yaml").config.output_dir == "runs/tiny"
+    assert load_run(tmp_path / "tiny.yaml", ["experiment.name=other"]).config.output_dir == "runs/other"
+
+
+def test_only_changed_values(tmp_path: Path) -> None:
+    run = load(tmp_path, MINIMAL, "training.learning_rate=1e-3", "training.weight_decay=0.1", "experiment.seed=3")
+    changed = run.to_yaml({"training.batch_size": 8}, only_changed=True)
+    assert "learning_rate: 0.001" in changed
+    assert "seed: 3" in changed
+    assert "max_steps: 5" in changed
+    for key in ("weight_decay", "batch_size", "logging"):
+        assert key not in changed
+    (tmp_path / "again.yaml").write_text(changed)
+    assert load_run(tmp_path / "again.yaml").config == run.config
+
+
 def test_defaults_and_types(tmp_path: Path) -> None:
     run = load(tmp_path, MINIMAL + "model: {n_layer: 2}\n")
     assert run.config.training.max_steps == 5

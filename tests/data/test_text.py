@@ -302,6 +302,53 @@ def test_the_hub_out_of_reach_is_told_at_once(hf, monkeypatch):
     assert sum(waited) < 15
 
 
+JSON_LINES = '{"text": "one", "id": 1}\n{"text": "two", "id": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "refused"),
+    [
+        ("a.jsonl", JSON_LINES, True),
+        ("a.txt", JSON_LINES, True),
+        ("a.jsonl", '{"text": "a file with one line"}', True),
+        ("a.parquet", "PAR1", True),
+        ("package.json", '{"name": "a file of a source tree"}', False),
+        ("a.py", "{}\nset()\n", False),
+        ("a.json", '{\n "name": "pretty"\n}\n', False),
+        ("a.txt", "[1]\n[2]\n", False),
+    ],
+)
+def test_records_are_no_text(tmp_path, name, content, refused):
+    (tmp_path / name).write_text(content)
+    if not refused:
+        prepare_text(text(tmp_path / name))
+        return
+    with pytest.raises(
+        UserError, match=r"dataset\.files: .* a model would learn their syntax; set dataset\.name"
+    ) as error:
+        prepare_text(text(tmp_path / name))
+    if "json" in name:
+        assert "dataset.text_column to one of text" in one_line(error)
+
+
+def test_a_path_is_not_looked_up_on_the_hub(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"is a file; for text set dataset\.name = 'text' and dataset\.files"):
+        prepare_text(TextDataset(name=str(tmp_path / "a.txt")))
+    for name in (str(tmp_path / "missing"), "missing.jsonl", "./missing"):
+        with pytest.raises(UserError, match="no such file or folder; correct the path"):
+            prepare_text(TextDataset(name=name))
+
+
+def test_a_local_file_of_records_is_read(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "a.jsonl").write_text(JSON_LINES)
+    windows, _ = open_text(TextDataset(name=str(tmp_path / "a.jsonl"), seq_length=2, eval_fraction=0))
+    assert bytes(windows.tokens) == b"one\0two\0"
+
+
 @pytest.mark.parametrize(
     ("package", "keys"), [("datasets", {"name": "wikitext"}), ("tokenizers", {"tokenizer": "gpt2"})]
 )

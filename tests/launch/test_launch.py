@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -321,10 +322,11 @@ def test_an_exception_is_printed_once_and_not_retried(toy: ToyRun, change_recipe
         "    def eval_data(self):",
     )
     with Launched(toy, TWO) as run:
-        assert run.wait() == 1
+        assert run.wait() == 2
         assert run.nothing_left()
-    assert run.err.startswith("shoal: rank 1 failed\nTraceback")
-    assert run.err.count("Traceback") == 1
-    assert run.err.endswith("ValueError: a mistake of the user\n")
-    assert "starting again" not in run.err
-    assert "a mistake of the user" in (toy.output / "logs" / "rank_1.log").read_text()
+    log = toy.output / "logs" / "rank_1.log"
+    place = r"\S*toy_recipe\.py:\d+ in fail_on_rank_1"
+    said = rf"shoal: error: rank 1: {place}: ValueError: a mistake of the user; traceback in {re.escape(str(log))}\n"
+    assert re.fullmatch(said, run.err), run.err
+    assert log.read_text().count("a mistake of the user") > 1
+    assert "Traceback" in log.read_text()

@@ -71,3 +71,14 @@ def test_an_example_batch_is_collated() -> None:
     recipe = type("Stacked", (Counting,), {"collate": Recipe.collate})([{"x": torch.ones(2)}, {"x": torch.zeros(2)}])
     batch: dict[str, Tensor] = recipe.example_batch(2)
     assert torch.equal(batch["x"], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+
+
+def test_terms_of_the_loss_are_counted() -> None:
+    labels = torch.tensor([[1, -100, 3], [-100, -100, 2]])
+    assert Recipe().count({"x": torch.zeros(2, 9), "labels": labels}) == 3
+    assert Recipe().count({"x": torch.zeros(2, 9)}) == 2
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 10), (4, 10, 2)])
+def test_labels_that_are_no_integers_count_as_samples(shape: tuple[int, ...]) -> None:
+    assert Recipe().count({"x": torch.zeros(4, 9), "labels": torch.rand(shape)}) == 4

@@ -11,11 +11,13 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ToyRun
+from pool import Pool
 from torch import nn
 
 from shoal.config import load_run
@@ -170,6 +172,29 @@ def test_skipped_updates_are_told_at_the_end(toy: ToyRun, change_recipe: Callabl
     result = toy.call("train", "run.yaml", "training.max_steps=3")
     assert result.returncode == 0, result.stderr
     assert "3 of 3 updates were skipped because their gradient was not finite" in result.stdout
+    assert "1 update skipped" in result.stdout
+    assert "2 updates skipped" in result.stdout
+
+
+def test_the_report_tells_what_an_update_does(toy: ToyRun) -> None:
+    toy.train("training.max_steps=2", "training.warmup_ratio=0.5", "training.max_grad_norm=null")
+    report = (toy.output / "report.txt").read_text()
+    assert "weight decay 0.1 and 0, not clipped" in report
+    assert "warmup" in report
+
+
+def report_of(config: Path, *overrides: str) -> str:
+    run = load_run(config, overrides)
+    train(run)
+    return (Path(run.config.output_dir) / "report.txt").read_text()
+
+
+def test_a_batch_that_depends_on_the_number_of_processes_is_told(toy: ToyRun, pool2: Pool) -> None:
+    warned = "training.global_batch_size = 8 is set"
+    steps = "training.max_steps=1"
+    assert warned in pool2.run(report_of, toy.config, steps, f"experiment.output_dir={toy.folder}/a", init=False)[0]
+    batch = "training.global_batch_size=8"
+    assert warned not in pool2.run(report_of, toy.config, steps, batch, init=False)[0]
 
 
 def test_a_loss_that_is_no_number_is_refused(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:

@@ -265,6 +265,14 @@ class Normed(Ragged):
         )
 
 
+class Mixing(Ragged):
+    """Has a BatchNorm that keeps no running statistics, so that it mixes samples in every mode."""
+
+    def build_model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(96, track_running_stats=False)
+        return nn.Sequential(nn.Embedding(13, 16), nn.Flatten(), norm, nn.Unflatten(1, (6, 16)), nn.Linear(16, 13))
+
+
 class Tabled(Ragged):
     """Has a buffer with more bytes than all parameters together."""
 

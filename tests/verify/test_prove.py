@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch import nn
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
-from shoal.verify import Verdict, exit_code, print_verdict, prove
+from shoal.verify import Table, Verdict, exit_code, print_verdict, prove
 from shoal.verify.compare import Check, CheckKind, compare
 from shoal.verify.draws import WatchDraws
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
@@ -262,9 +263,40 @@ def test_a_gradient_that_is_no_number_fails_wherever_it_stands() -> None:
 
 
 def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
-    (verdict,) = prove(ragged("Normed", global_batch_size=12), 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    run = ragged("Mixing", global_batch_size=12)
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, adamw=False))
     assert verdict.outcome == "not comparable"
     assert verdict.mixing == ["2"]
+    assert verdict.frozen_statistics == []
+
+
+def test_batch_statistics_are_frozen_for_the_proof(pool2: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ragged("Normed", global_batch_size=12)
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    assert verdict.passed, failed(verdict)
+    assert (verdict.mixing, verdict.frozen_statistics) == ([], ["2"])
+    Table().add(verdict)
+    assert "batch norms use frozen statistics for the proof (2)" in capsys.readouterr().out
+
+
+def test_the_table_has_a_row_for_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    good, bad = Check("loss", True, ""), Check("gradients", False, "worst tensor a")
+    for name, fields in {
+        "ddp": {"checks": [good]},
+        "fsdp": {"checks": [good, bad]},
+        "tp": {"checks": [good, Check("matmul FLOPs", False, "twice", "work")]},
+        "pp": {"checks": [], "left_out": "no plan"},
+    }.items():
+        table.add(Verdict(name, 2, mixing=[], **fields))  # type: ignore[arg-type]
+    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["layout", "processes", "same training", "does its work"],
+        ["ddp", "2", "yes", "yes"],
+        ["fsdp", "2", "NO", "yes", "gradients: worst tensor a; -v shows all checks"],
+        ["tp", "2", "yes", "NO", "matmul FLOPs: twice; -v shows all checks"],
+        ["pp", "2", "cannot", "-", "no plan"],
+    ]
 
 
 def case_of(run: Run, layout: Candidate, procs: int) -> Case:
@@ -370,8 +402,8 @@ def test_the_command(toy: ToyRun) -> None:
 
 @pytest.mark.usefixtures("command_on_pool")
 def test_the_command_says_what_it_cannot_compare(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
-    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
-    result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp")
+    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden, track_running_stats=False)")
+    result = toy.call("verify", "run.yaml", "--strategies", "ddp", "--steps", "2", "distributed.strategy=ddp", "-v")
     assert result.returncode == 3
     assert "FAILED" in result.stdout
     assert "mix the samples" in result.stdout

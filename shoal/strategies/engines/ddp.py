@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -91,7 +92,19 @@ class DDPEngine(PlainEngine):
             advice = "distributed.ddp.static_graph = true, but not every step uses the same ones; set it to false"
         else:
             advice = "set distributed.ddp.find_unused_parameters to true, or freeze or remove them"
-        return UserError(f"some parameters took no part in the loss, and DDP waits for their gradients; {advice}")
+        return UserError(
+            f"some parameters took no part in the loss{self._unused_names(str(error))}, and DDP waits for their "
+            f"gradients; {advice}"
+        )
+
+    def _unused_names(self, message: str) -> str:
+        """Returns the names of the parameters that DDP's message lists by number, or an empty string."""
+        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
+        if found is None or not isinstance(self.module, DistributedDataParallel):
+            return ""
+        trained = [name for name, p in self.module.module.named_parameters() if p.requires_grad]
+        names = [trained[int(index)] for index in found[1].split() if int(index) < len(trained)]
+        return f" ({', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
 
 
 @contextmanager
