@@ -192,10 +192,6 @@ class NativeStrategy(DistributedStrategy):
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def _start_step(self) -> None:
-        self._engine.check_frozen()
-        super()._start_step()
-
     def state(self, model: nn.Module, optimizer: Optimizer) -> TrainState:
         self._engine.check_frozen()
         self._engine.reshard()

@@ -20,6 +20,7 @@ from shoal.callbacks.run_handle import RunHandle, as_record
 from shoal.checkpoint.peers import ALL
 from shoal.checkpoint.pieces import StoredTensor
 from shoal.config.callbacks import CallbackChoice
+from shoal.config.yaml import format_value
 from shoal.errors import UserError, one_line
 from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.module_state import find_not_in_json
@@ -219,7 +220,7 @@ def _say(name: str) -> str:
 
 def _describe(name: str, callback: Any) -> str:
     options: dict[str, Any] = callback.config.model_dump()
-    shown = ", ".join(f"{key} {value}" for key, value in options.items() if value is not None)
+    shown = ", ".join(f"{key} {format_value(value)}" for key, value in options.items() if value is not None)
     return f"{name} ({shown})" if shown else name
 
 

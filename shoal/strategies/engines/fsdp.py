@@ -74,6 +74,7 @@ class FSDPEngine(PlainEngine):
                 module.set_force_sum_reduction_for_comms(True)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        self.check_frozen()  # what earlier forwards have done
         root: Any = self.module
         root.set_requires_gradient_sync(last or self.layout.fsdp.reduce_every_micro_batch)
         root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
