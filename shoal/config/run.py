@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from shoal.config.importable import NOT_IMPORTABLE, config_of
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
@@ -41,6 +42,12 @@ class Run:
     """The sections that belong to the recipe, as its `Config`."""
     sources: Sources
     """Where each value was set, by dotted key."""
+    recipe_object: Any = None
+    """The recipe itself, if Python code handed over an object."""
+
+    def make_recipe(self) -> Any:
+        """Returns the recipe: the object that was handed over, or a new one of its class and config."""
+        return self.recipe_type(self.recipe_config) if self.recipe_object is None else self.recipe_object
 
     def tree(self) -> Tree:
         """Returns all sections as nested dicts, shoal's and the recipe's, in the order of a config file."""
@@ -87,10 +94,16 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return check_run(tree, sources, import_from=Path(path).parent)
 
 
-def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None) -> Run:
-    """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`."""
+def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None) -> Run:
+    """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`.
+
+    With `recipe`, a class or an object, nothing is imported; the tree has its recorded name.
+    """
     sources = sources or {}
-    recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
+    recipe_object = None if isinstance(recipe, type) else recipe
+    recipe_type: Any = type(recipe) if recipe_object is not None else recipe
+    if recipe is None:
+        recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
     recipe_fields = fields_of(recipe_type.Config) or {}
     sections: dict[str, Any] = {
         name: fields_of(recipe_fields.get(name, {}), tree.get(name)) for name in RECIPE_SECTIONS
@@ -105,10 +118,14 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     config = validate(Config, {**shoal_tree, "dataset": loader}, sources)
     recipe_tree = {**tree, "dataset": recipe_dataset}
     recipe_sections = {key: recipe_tree[key] for key in RECIPE_SECTIONS if key in recipe_tree and key in recipe_fields}
-    recipe_config = validate(recipe_type.Config, recipe_sections, sources)
+    if recipe_object is None:
+        recipe_config = validate(recipe_type.Config, recipe_sections, sources)
+    else:
+        recipe_config = config_of(recipe_object) or {}
+    run = Run(config, recipe_type, recipe_config, sources, recipe_object)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
-        check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
-    return Run(config, recipe_type, recipe_config, sources)
+        check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
+    return run
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
@@ -117,6 +134,11 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     choices = f"one of {', '.join(RECIPES)}, or to your own as package.module:Class"
     if name is None:
         raise UserError(f"recipe is missing; set it to {choices}")
+    if isinstance(name, str) and name.startswith(NOT_IMPORTABLE):
+        raise UserError(
+            f"{where}: this run was started from a script or notebook with a recipe that cannot be imported; continue "
+            "it there, or move the class into a module and let its constructor take the config alone"
+        )
     if not isinstance(name, str) or not (name in RECIPES or _CLASS_PATH.match(name)):
         raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name)[:100], RECIPES)}")
     module_name, class_name = RECIPES.get(name, name).split(":")

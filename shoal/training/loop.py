@@ -44,6 +44,10 @@ class Outcome:
     """As the last step left it, or with the best step's weights if `load_best_model_at_end` asked for them."""
     best_step: int | None = None
     """With `keep_best`: which of the steps that were saved was evaluated best."""
+    last_checkpoint: Path | None = None
+    """The folder of the last step's checkpoint."""
+    best_checkpoint: Path | None = None
+    """The folder of the best step's checkpoint, if `best_step` is known."""
 
 
 class Body(Protocol):
@@ -222,6 +226,7 @@ class Shell:
             raise UserError(
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
+        best = self._find_best() if self.config.checkpoint.keep_best else None
         return Outcome(
             self.output_dir,
             self.first_step,
@@ -231,7 +236,9 @@ class Shell:
             body.preview,
             self.stopped_by,
             self.session.model,
-            self._find_best() if self.config.checkpoint.keep_best else None,
+            best,
+            manager.path_of(self.step),
+            None if best is None else manager.path_of(best),
         )
 
     def _find_best(self) -> int | None:

@@ -21,7 +21,7 @@ from shoal.training.resume import find_checkpoints
 def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> None:
     """Refuses a layout, a checkpoint to resume from, or weights to begin with that `size` processes could not use."""
     config = run.config
-    check_layout(config, run.recipe_type(run.recipe_config), size, local_size)
+    check_layout(config, run.make_recipe(), size, local_size)
     found = find_checkpoints(run, CheckpointManager(config.output_dir), lambda warning: None, was_restarted)
     if config.checkpoint.init_from and not found:
         open_weights(config.checkpoint.init_from)

@@ -13,6 +13,7 @@ from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.torch_private import CompileCounts, compile_counts
+from shoal.training.signals import StopFlag
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -172,6 +173,8 @@ class Report:
         if references := checkpoints.left_out:
             files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+        if not StopFlag.is_possible():
+            yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)
         for decisive, value, idle in (
             ("dataset.num_workers", config.dataset.num_workers, ("dataset.persistent_workers", "dataset.prefetch")),

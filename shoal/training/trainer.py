@@ -45,7 +45,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
             run_lock = folder.enter_context(open_run_folder(run, strategy))
-            recipe = run.recipe_type(run.recipe_config)
+            recipe = run.make_recipe()
             seed_generators(mix(run.config.experiment.seed, "prepare_data"))  # alike on all machines
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None

@@ -125,7 +125,7 @@ class _Tracer:
     def __init__(self, run: Run):
         self.run, self.trace = run, Trace()
         self.strategy = from_config(run.config)
-        self.recipe = run.recipe_type(run.recipe_config)
+        self.recipe = run.make_recipe()
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
     def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
