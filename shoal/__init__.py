@@ -20,6 +20,7 @@ _MODULES = {
     "Outcome": "shoal.training",
     "ParallelPlan": "shoal.types",
     "Recipe": "shoal.recipes",
+    "Run": "shoal.api",
     "SingleStrategy": "shoal.strategies",
     "ThreeDParallelism": "shoal.strategies",
     "UserError": "shoal.errors",
@@ -33,6 +34,7 @@ _MODULES = {
 __all__ = ["__version__", *_MODULES]
 
 if TYPE_CHECKING:
+    from shoal.api import Run as Run
     from shoal.api import train as train
     from shoal.checkpoint import DamagedCheckpoint as DamagedCheckpoint
     from shoal.errors import UserError as UserError

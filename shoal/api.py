@@ -1,4 +1,4 @@
-"""Training from Python: `shoal.train`, for a script or a notebook."""
+"""Training from Python: `shoal.train` and `shoal.Run`, for a script or a notebook."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any, cast
 
 from torch import nn
 
+from shoal.config import run as config_run
 from shoal.config.from_python import ConfigLike, run_from_python
-from shoal.config.run import Run
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.launch.worker import log_path
 from shoal.processes.detect import detect, is_worker
 from shoal.training.load import load
-from shoal.training.loop import Outcome
+from shoal.training.loop import Outcome, Shell
+from shoal.training.own_loop import Evaluation, OwnRun, Step
 from shoal.training.preflight import check_start
 from shoal.training.signals import StopFlag
 from shoal.training.trainer import train as train_run
@@ -38,7 +39,45 @@ def train(config: ConfigLike = None, /, *, recipe: Any = None, **sections: Any) 
     return train_in_processes(run, train_run) if starts_processes(run) else train_run(run)
 
 
-def starts_processes(run: Run) -> bool:
+class Run(OwnRun):
+    """A run whose steps you write yourself, with all that surrounds the steps of `shoal.train`.
+
+    The arguments are those of `shoal.train`. Use it as `with shoal.Run(...) as run:` around `for step in run.steps():`,
+    or call `run.train(body)` with a function `body(run, step)`.
+    """
+
+    def __init__(self, config: ConfigLike = None, /, *, recipe: Any = None, **sections: Any):
+        super().__init__(run_from_python(config, recipe, sections, "shoal.Run(...)"))
+
+    def train(self, body: Callable[[Any, Step], None] | None = None) -> Outcome:
+        """Calls `body(run, step)` for every step that is left; without a body, the one that `training.body` names.
+
+        A function that can be imported is recorded in the run folder, so that `shoal train` can go on with the run. If
+        the config asks for several processes of this machine, they are started, as by `shoal.train`.
+        """
+        if not starts_processes(self.settings):
+            return super().train(body)
+        self._set_body(body)
+        self.outcome = train_in_processes(self.settings, _train_own_steps, self.evaluation)
+        return self.outcome
+
+    def _open(self) -> Shell:
+        if self._shell is None and starts_processes(self.settings):
+            processes = self.settings.config.launch.procs_per_node
+            raise UserError(
+                f"launch.procs_per_node = {processes}: the loop of a script cannot start processes; start the script "
+                f"by `torchrun --nproc_per_node={processes}`, or use run.train(body)"
+            )
+        return super()._open()
+
+
+def _train_own_steps(settings: config_run.Run, evaluation: Evaluation | None) -> Outcome:
+    run = OwnRun(settings)
+    run.evaluation = evaluation
+    return run.train()
+
+
+def starts_processes(run: config_run.Run) -> bool:
     """Returns whether the config asks for several processes and this process is none of them."""
     if run.config.launch.processes == 1 or is_worker() or detect().size > 1:
         return False
@@ -50,7 +89,7 @@ def starts_processes(run: Run) -> bool:
     return True
 
 
-def train_in_processes(run: Run, train: Callable[..., Outcome], *args: Any) -> Outcome:
+def train_in_processes(run: config_run.Run, train: Callable[..., Outcome], *args: Any) -> Outcome:
     """Calls `train(run, *args)` in the processes that the config asks for, and returns the outcome of rank 0."""
     processes = run.config.launch.procs_per_node
     check_start(run, processes, processes, was_restarted=False)
@@ -62,7 +101,7 @@ def train_in_processes(run: Run, train: Callable[..., Outcome], *args: Any) -> O
     return replace(outcome, model=load(path, recipe=run.make_recipe()))
 
 
-def _train_as_rank(run: Run, train: Callable[..., Outcome], args: tuple[Any, ...]) -> Outcome:
+def _train_as_rank(run: config_run.Run, train: Callable[..., Outcome], args: tuple[Any, ...]) -> Outcome:
     """Trains as one of several processes; only rank 0 writes to the terminal."""
     world = detect()
     if world.rank > 0:

@@ -121,6 +121,17 @@ class TrainState:
     """Tensors besides those: the loss scale of fp16, and the extra state of modules."""
 
 
+def required(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a method that only raises, so that `is_defined` knows whether a subclass has its own."""
+    method.is_required = True  # type: ignore[attr-defined]
+    return method
+
+
+def is_defined(method: Callable[..., Any]) -> bool:
+    """Returns whether a method of a recipe is more than the one of the base class that only raises."""
+    return not getattr(method, "is_required", False)
+
+
 class Objective(Protocol):
     """What a strategy needs of a recipe."""
 

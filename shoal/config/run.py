@@ -44,6 +44,8 @@ class Run:
     """Where each value was set, by dotted key."""
     recipe_object: Any = None
     """The recipe itself, if Python code handed over an object."""
+    body: Any = None
+    """The function that computes every step, if it is not the recipe's loss that does."""
 
     def make_recipe(self) -> Any:
         """Returns the recipe: the object that was handed over, or a new one of its class and config."""
@@ -94,10 +96,13 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return check_run(tree, sources, import_from=Path(path).parent)
 
 
-def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None) -> Run:
+def check_run(
+    tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None, body: Any = None
+) -> Run:
     """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`.
 
-    With `recipe`, a class or an object, nothing is imported; the tree has its recorded name.
+    `recipe`, a class or an object, and `body` are what the tree has the recorded names of; without them, what it names
+    is imported.
     """
     sources = sources or {}
     recipe_object = None if isinstance(recipe, type) else recipe
@@ -122,7 +127,9 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
         recipe_config = validate(recipe_type.Config, recipe_sections, sources)
     else:
         recipe_config = config_of(recipe_object) or {}
-    run = Run(config, recipe_type, recipe_config, sources, recipe_object)
+    if config.training.body is not None and body is None:
+        body = import_body(config.training.body, sources, import_from)
+    run = Run(config, recipe_type, recipe_config, sources, recipe_object, body)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
     return run
@@ -141,8 +148,34 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
         )
     if not isinstance(name, str) or not (name in RECIPES or _CLASS_PATH.match(name)):
         raise UserError(f"{where} is unknown; set it to {choices}{_did_you_mean(str(name)[:100], RECIPES)}")
-    module_name, class_name = RECIPES.get(name, name).split(":")
-    if name not in RECIPES:  # an export of an untrusted checkpoint must not import from the current folder
+    # An export of an untrusted checkpoint, whose recipe is built in, must not import from the current folder.
+    recipe_type = _import_name(RECIPES.get(name, name), where, import_from, searches_folders=name not in RECIPES)
+    if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
+        shown = getattr(recipe_type, "__name__", type(recipe_type).__name__)
+        raise UserError(f"{where}: {shown} is not a recipe; make it a subclass of shoal.recipes.Recipe")
+    return recipe_type
+
+
+def import_body(name: str, sources: Sources, import_from: Path | None = None) -> Any:
+    """Returns the function for `training.body: module:function`."""
+    where = f"{named('training.body', sources)} = {name!r:.200}"
+    if name.startswith(NOT_IMPORTABLE):
+        raise UserError(
+            f"{where}: this run was started from a script or notebook with a loop that cannot be imported; continue it "
+            "there, or move the body of the loop into a function body(run, step) in a module"
+        )
+    if not _CLASS_PATH.match(name):
+        raise UserError(f"{where} should be package.module:function")
+    body = _import_name(name, where, import_from)
+    if not callable(body):
+        raise UserError(f"{where}: it is a {type(body).__name__}; give a function body(run, step)")
+    return body
+
+
+def _import_name(path: str, where: str, import_from: Path | None, searches_folders: bool = True) -> Any:
+    """Returns what `module:name` stands for, also from the current folder or `import_from`."""
+    module_name, name = path.split(":")
+    if searches_folders:
         sys.path[:0] = [folder for folder in dict.fromkeys(("", str(import_from or ""))) if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
@@ -152,12 +185,9 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
         raise UserError(
             f"{where}: no module {error.name!r} in the config's folder, {Path.cwd()} or the Python path"
         ) from None
-    if not hasattr(module, class_name):
-        raise UserError(f"{where}: {module_name} has no {class_name!r}{_did_you_mean(class_name, dir(module))}")
-    recipe_type = getattr(module, class_name)
-    if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
-        raise UserError(f"{where}: {class_name} is not a recipe; make it a subclass of shoal.recipes.Recipe")
-    return recipe_type
+    if not hasattr(module, name):
+        raise UserError(f"{where}: {module_name} has no {name!r}{_did_you_mean(name, dir(module))}")
+    return getattr(module, name)
 
 
 def _did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -191,6 +191,10 @@ class Loader:
                 yield step
                 step, wait_start = [], perf_counter()
 
+    def step_back(self) -> None:
+        """Takes back the step that was yielded last, because it was not computed."""
+        self.position = self._step_start
+
     def last_step(self) -> list[SampleKey]:
         """Returns the keys of all samples that all ranks together took in the step yielded last."""
         return self._samples_at(self._step_start, self.position - self._step_start)

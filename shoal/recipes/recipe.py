@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.seeding import SampleRng
-from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
+from shoal.types import IGNORED_LABEL, ParallelPlan, Weights, required
 
 
 class Recipe:
@@ -69,6 +69,7 @@ class Recipe:
         """
         return batch
 
+    @required
     def inputs(self, batch: Any) -> dict[str, Any]:
         """Returns the keyword arguments of the model for a batch."""
         raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
@@ -101,6 +102,7 @@ class Recipe:
             "sequence_length(self, batch) -> int"
         )
 
+    @required
     def loss(self, output: Any, batch: Any) -> Tensor:
         """Returns the SUM of the losses of a batch; shoal divides it by the count of the global batch."""
         raise UserError(f"recipe {type(self).__name__} needs loss(self, output, batch) -> Tensor")

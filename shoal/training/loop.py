@@ -72,6 +72,8 @@ class Shell:
     """Runs the steps of a session from where it stands to the end of the run."""
 
     observers: Observers
+    taken: tuple[StepOutput, StepInfo]
+    """The results of the last step."""
 
     def __init__(
         self,
@@ -97,6 +99,16 @@ class Shell:
         """The metrics of `_evaluated_step`."""
 
     def fit(self, body: Body) -> Outcome:
+        """Takes all steps that are left, and returns how the run ended."""
+        for micro_batches in self.steps(body):
+            self.taken = body.take_step(micro_batches, self.step)
+        return self.finish(body)
+
+    def steps(self, body: Body) -> Iterator[Sequence[MicroBatch]]:
+        """Yields the micro-batches of each step, and does what is due after it.
+
+        Whoever iterates computes the step, and puts its results into `taken`.
+        """
         training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
         if self.owes_evaluation():
@@ -106,9 +118,9 @@ class Shell:
             for micro_batches in islice(loader, max(0, self.total_steps - self.step)):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
-                output, info = body.take_step(micro_batches, self.step)
+                yield micro_batches
                 self.step += 1
-                self.observers.meter.add(output, info)
+                self.observers.meter.add(*self.taken)
                 advance(self.step)
                 watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
@@ -116,7 +128,7 @@ class Shell:
                 if self._due(training.eval_steps):
                     self.evaluate(body)
                 if (self._save_soon or self._due(saving.every, saving.keep_every)) and self.step != self.total_steps:
-                    self.save()  # the last step is saved by `_finish`, when it is evaluated too
+                    self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self._due(self.config.distributed.desync_steps):
                     self.check_sync(micro_batches)
                 if self._due(training.gc_steps):
@@ -124,9 +136,6 @@ class Shell:
                 if self.agree_to_stop():
                     break
                 watchdog.at("waiting for data", self.step + 1)
-        outcome = self._finish(body)
-        watchdog.at("leaving", self.step)
-        return outcome
 
     def _due(self, *intervals: int | None) -> bool:
         for every in intervals:  # noqa: SIM110  a generator is a call for each
@@ -214,7 +223,8 @@ class Shell:
         short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
         self.observers.console.metrics(self.step, short)
 
-    def _finish(self, body: Body) -> Outcome:
+    def finish(self, body: Body) -> Outcome:
+        """Evaluates and saves the last step, and returns how the run ended."""
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
             self.evaluate(body)
         self._wait_for_disk()
@@ -227,6 +237,7 @@ class Shell:
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
         best = self._find_best() if self.config.checkpoint.keep_best else None
+        self.watchdog.at("leaving", self.step)
         return Outcome(
             self.output_dir,
             self.first_step,
@@ -237,7 +248,7 @@ class Shell:
             self.stopped_by,
             self.session.model,
             best,
-            manager.path_of(self.step),
+            manager.path_of(self.step) if self.step else None,
             None if best is None else manager.path_of(best),
         )
 

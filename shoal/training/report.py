@@ -10,6 +10,7 @@ import torch
 
 import shoal
 from shoal.config.batch import accumulation
+from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.torch_private import CompileCounts, compile_counts
@@ -62,7 +63,7 @@ class Report:
                 "from being called"
             )
         head = self.engaged.chunked_head
-        if head is not None and not head.num_scored:
+        if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
             raise UserError(
                 f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
                 "the recipe's parallel_plan"
@@ -134,6 +135,8 @@ class Report:
             f"{shell.total_steps:,}, from {shell.first_step:,}",
             ("training.max_steps", "training.num_epochs"),
         )
+        if training.body:
+            yield "body", training.body.removeprefix(NOT_IMPORTABLE), ("training.body",)
         fused = " (fused)" if shell.session.optimizer.defaults.get("fused") else ""
         yield (
             "optimizer",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import copy_on_meta
-from shoal.strategies import DistributedStrategy
+from shoal.strategies import DistributedStrategy, Loop
 from shoal.training.modes import start_training_mode
 from shoal.training.optimizers import build_optimizer, freeze_ungrouped
 from shoal.types import TrainState, Weights
@@ -38,6 +38,8 @@ class Session:
     """What is unusual about the training or evaluation mode of its modules, for the report; empty if nothing is."""
     ungrouped: list[str]
     """The parameters that were frozen because they are in no parameter group."""
+    loop: Loop | None = None
+    """The verbs of a step that is not the recipe's."""
 
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
@@ -65,10 +67,12 @@ def assemble(
     *,
     weights: Weights | None = None,
     edit: Callable[[nn.Module], None] | None = None,
+    loop: Loop | None = None,
 ) -> Session:
     """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
 
-    `weights` replace the recipe's own; `edit` may change the model before it is split.
+    `weights` replace the recipe's own; `edit` may change the model before it is split. With `loop`, steps are computed
+    by its verbs: gradients are means over ranks.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     if edit is not None:
@@ -76,7 +80,13 @@ def assemble(
     mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))
     meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
-    model, optimizer = strategy.prepare(
-        model, lambda model: build_optimizer(training, recipe.param_groups(model)), plan, found
-    )
-    return Session(recipe, strategy, seed, model, optimizer, found, (trained, frozen), meta_model, mode, ungrouped)
+
+    def builder(model: nn.Module) -> Optimizer:
+        return build_optimizer(training, recipe.param_groups(model))
+
+    if loop is None:
+        model, optimizer = strategy.prepare(model, builder, plan, found)
+    else:
+        _, optimizer = loop.wrap(model, builder, plan=plan, weights=found)
+    counts = trained, frozen
+    return Session(recipe, strategy, seed, model, optimizer, found, counts, meta_model, mode, ungrouped, loop)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix, seed_generators
-from shoal.strategies import DistributedStrategy, from_config
+from shoal.strategies import DistributedStrategy, Loop, from_config
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loaders
@@ -38,6 +38,17 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
 
     `terminal` is the file descriptor on which the user is told of a hang.
     """
+    if run.body is not None:
+        from shoal.training.own_loop import OwnRun
+
+        return OwnRun(run, world, terminal).train()
+    with open_run(run, world, terminal) as shell:
+        return shell.fit(RecipeBody(shell))
+
+
+@contextmanager
+def open_run(run: Run, world: World | None = None, terminal: int = 2) -> Iterator[Shell]:
+    """Opens a run where it stands, and closes it at the end of the context."""
     world, distributed = world or detect(), run.config.distributed
     strategy = from_config(run.config, world, group_timeout_seconds(distributed.timeout, distributed.init_timeout))
     check_world(run, world)
@@ -51,8 +62,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
         with watchdog, strategy, ExitStack() as resources:
-            shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
-            return shell.fit(RecipeBody(shell))
+            yield open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources)
 
 
 def open_shell(
@@ -78,7 +88,8 @@ def open_shell(
     watchdog.at("opening the data", 0)
     data = open_data(recipe, config)
     opening("building the model")
-    session = assemble(recipe, strategy, config.training, config.experiment.seed)
+    loop = Loop(strategy) if config.training.body else None
+    session = assemble(recipe, strategy, config.training, config.experiment.seed, loop=loop)
     opening("restoring")
     checkpoints = Checkpoints(run, session, run_lock, warn)
     progress = checkpoints.progress
@@ -118,27 +129,29 @@ class RecipeBody:
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
-            return self._take_first_step(micro_batches, step, self._report)
+            with self.first_step(micro_batches):
+                return self.take_step(micro_batches, step)
         set_learning_rate(self.optimizer, self.schedule(step))
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
         return output, self.strategy.step(self.optimizer, self._max_norm)
 
-    def _take_first_step(
-        self, micro_batches: Sequence[MicroBatch], step: int, report: Report
-    ) -> tuple[StepOutput, StepInfo]:
-        """Takes a step, watches whether what was asked for engages, and shows what is in force."""
-        self._report, session, observers = None, self.session, report.shell.observers
-        observers.meter.flops_per_sample = flops_per_sample(
-            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
-        )
-        session.meta_model = None
+    @contextmanager
+    def first_step(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Watches in a first step whether what was asked for engages, and then shows what is in force."""
+        assert self._report is not None
+        report, self._report = self._report, None
+        observers = report.shell.observers
+        observers.meter.flops_per_sample = self._flops_per_sample(micro_batches[0])
+        self.session.meta_model = None
         with report.watch():
-            taken = self.take_step(micro_batches, step)
+            yield
         report.check()
         if self.strategy.is_main_process:
             (report.shell.output_dir / "report.txt").write_text(f"{report}\n")
         observers.console.line(str(report))
-        return taken
+
+    def _flops_per_sample(self, micro: MicroBatch) -> float | None:
+        return flops_per_sample(self.session.meta_model, micro, self.recipe, self._seed, self.strategy.device)
 
     def log(self) -> dict[str, float]:
         return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}

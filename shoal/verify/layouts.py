@@ -219,4 +219,4 @@ def with_changes(
     tree["training"] |= training
     tree["launch"] |= {"nodes": 1, "procs_per_node": 1}
     recipe = run.recipe_type if run.recipe_object is None else run.recipe_object
-    return check_run(tree, recipe=recipe)
+    return check_run(tree, recipe=recipe, body=run.body)
