@@ -20,12 +20,13 @@ from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
-from shoal.strategies import from_config
+from shoal.strategies import Loop, from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
-from shoal.types import MicroBatch, TrainState
+from shoal.types import MicroBatch, StepOutput, TrainState, is_defined
+from shoal.verify.body import GradientsOfBody
 from shoal.verify.draws import WatchDraws, seed_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
@@ -126,6 +127,7 @@ class _Tracer:
         self.run, self.trace = run, Trace()
         self.strategy = from_config(run.config)
         self.recipe = run.make_recipe()
+        self._has_loss = is_defined(self.recipe.loss) and is_defined(self.recipe.inputs)
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
     def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
@@ -155,7 +157,7 @@ class _Tracer:
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             next_batch = next(batches)
-            trace.evaluation = [self._evaluate(next_batch)]
+            trace.evaluation = [self._evaluate(next_batch)] if self._has_loss else []
             if shared is not None:
                 self.session.load_state(TrainState(shared.weights, {}))
             self._forward_backward(next_batch, steps)
@@ -202,11 +204,17 @@ class _Tracer:
         return _whole(state.model), moments
 
     def _prepare(self, changes: dict[str, Any]) -> None:
-        training = self.run.config.training.model_copy(update=changes)
+        config, body = self.run.config, self.run.body
+        training = config.training.model_copy(update=changes)
+        if body is not None and self.strategy.held():  # a loop takes a strategy without a model
+            self.strategy = from_config(config, self.strategy.world)
+            self.strategy.setup()
+        loop = Loop(self.strategy) if body is not None else None
         self.session = assemble(
-            self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=turn_off_dropout
+            self.recipe, self.strategy, training, config.experiment.seed, edit=turn_off_dropout, loop=loop
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
+        self._body = GradientsOfBody(self.session, body) if body is not None else None
 
     def _loader(self) -> Loader:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
@@ -214,14 +222,21 @@ class _Tracer:
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
         if not counting:
-            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step).loss.item()
+            return self._compute(micro_batches, step).loss.item()
         with CountCollectives() as collectives, flop_counter() as flops:
-            output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+            output = self._compute(micro_batches, step)
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output.loss.item()
 
+    def _compute(self, micro_batches: Sequence[MicroBatch], step: int) -> StepOutput:
+        if self._body is not None:
+            return self._body.forward_backward(micro_batches, step)
+        return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+
     def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
+        if not self._has_loss:
+            return True
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = set()
         for seed in (1, 2):
