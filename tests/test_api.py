@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from conftest import PATIENCE_SECONDS, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
+from test_docs import blocks
 
 import shoal
 from shoal.checkpoint import step_folder
 from shoal.config.from_python import run_from_python
 from shoal.errors import UserError
 
+ROOT = Path(__file__).parent.parent
 QUIET = {"logging.console": "off", "logging.tensorboard": False}
 SHORT = {"training": {"max_steps": 3, "batch_size": 4, "device": "cpu"}}
 
@@ -47,8 +50,17 @@ def test_public_names() -> None:
     assert {*shoal.__all__} <= {*dir(shoal)}
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         shoal.trian  # noqa: B018
-    page = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "python.md").read_text()
     assert [name for name in shoal.__all__ if f"`{name}" not in page and f"shoal.{name}" not in page] == []
+
+
+def test_the_script_in_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (source,) = blocks(ROOT / "docs" / "python.md", "python")
+    Path("script.py").write_text(source.replace('"max_steps": 50', '"max_steps": 5'))
+    names = runpy.run_path("script.py", run_name="__main__")
+    assert names["outcome"].step == 5
+    assert torch.equal(names["model"][0].weight, names["outcome"].model[0].weight)
 
 
 def test_sections_are_merged_over_the_file(toy: ToyRun) -> None:

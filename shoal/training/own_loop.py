@@ -364,9 +364,9 @@ class OwnRun(Verbs):
 
     def _open(self) -> Shell:
         """Opens the run, unless it is open."""
-        if self._resources is None:
-            raise UserError("shoal.Run: the run is not open; use it inside `with shoal.Run(...) as run:`")
         if self._shell is None:
+            if self._resources is None:
+                raise UserError("shoal.Run: the run is not open; use it inside `with shoal.Run(...) as run:`")
             settings = self.settings if self.settings.body is not None else _with_body(self.settings, None, LOOP)
             self._shell = self._resources.enter_context(open_run(settings, self._world, self._terminal))
         return self._shell
