@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PATIENCE_SECONDS, ToyRun
+from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 from test_docs import blocks
@@ -224,6 +225,27 @@ def test_it_starts_processes(toy: ToyRun, notebook: bool) -> None:
     assert (toy.output / "logs" / "rank_1.log").exists()
     refused = toy.call("train", str(toy.output / "config.yaml"), "launch.procs_per_node=1")
     assert "cannot be imported" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_is_passed_on(toy: ToyRun, gate: Gate) -> None:
+    script = SCRIPT.replace('"training.max_steps": 3', '"training.max_steps": 30')
+    (toy.folder / "script.py").write_text(script.replace("print(", "print(outcome.stopped_by, "))
+    gate.close_after(2)
+    process = subprocess.Popen([sys.executable, "script.py"], cwd=toy.folder, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not step_folder(toy.output, 2).exists():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # to the first process alone, as a notebook does
+    time.sleep(1)
+    gate.open()
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    stopped_by, step = output.split()[:2]
+    assert int(stopped_by) == signal.SIGINT
+    assert 2 < int(step) < 30
+    assert (step_folder(toy.output, int(step)) / "manifest.json").exists()
 
 
 def test_which_processes_are_started(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

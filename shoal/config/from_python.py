@@ -34,12 +34,13 @@ def run_from_python(config: ConfigLike, recipe: Any, sections: Mapping[str, Any]
         tree, sources = merge(tree, later), {**sources, **later_sources}
     if isinstance(config, str | os.PathLike):
         folder = Path(config).parent
-    recipe = tree.pop("recipe", None) if recipe is None else recipe
+    if recipe is not None:
+        tree["recipe"], sources["recipe"] = recipe, caller
+    recipe = tree.get("recipe")
     if recipe is None or isinstance(recipe, str):
-        tree["recipe"] = recipe
         return check_run(tree, _used(sources, tree), folder)
     _check_recipe(recipe)
-    tree["recipe"], sources["recipe"] = recipe_name(recipe), caller
+    tree["recipe"], sources["recipe"] = recipe_name(recipe), caller  # also if it came in a dict
     if not isinstance(recipe, type):
         _check_sections(recipe, tree, sources)
         built = _sections_of(recipe)

@@ -291,6 +291,8 @@ class OwnRun(Verbs):
         self._resources: ExitStack | None = None
         self._shell: Shell | None = None
         self._iterator: Generator[Step, None, None] | None = None
+        self._failed = False
+        """True if the body of `train` raised an error."""
 
     def __enter__(self) -> Self:
         self._resources = ExitStack()
@@ -335,7 +337,9 @@ class OwnRun(Verbs):
         self.evaluation = self.evaluation or getattr(function, "evaluation", None)
         with nullcontext() if self._resources is not None else self:
             for step in self._open_steps():
+                self._failed = True  # unless the function returns
                 function(self, step)
+                self._failed = False
         assert self.outcome is not None
         return self.outcome
 
@@ -399,8 +403,9 @@ class OwnRun(Verbs):
         """Ends steps that were not taken to their end."""
         if self._shell is None or self._iterator is None:
             return
+        was_left = self._iterator.gi_frame is not None  # an error of the run itself has ended it
         self._iterator.close()
-        if error is None and self.outcome is None:
+        if error is None and was_left and not self._failed:
             if self._info is not None:  # the break came after the update, so that the step counts
                 self._shell.observers.meter.add(*self._end())
                 self._shell.step += 1
@@ -459,7 +464,12 @@ class OwnBody(RecipeBody):
             if shell.agree_to_stop():
                 return None
             shell.watchdog.at("evaluation", shell.step)
-        names = sorted(sums)
+        names, saving = sorted(sums), shell.config.checkpoint
+        if saving.keep_best and saving.metric not in [f"eval/{name}" for name in names]:
+            raise UserError(
+                f"checkpoint.metric = {saving.metric!r}, but run.evaluation gives {', '.join(names) or 'nothing'}; "
+                f"return {saving.metric.removeprefix('eval/')!r}, too, or set checkpoint.keep_best to 0"
+            )
         total, *means = self.strategy.sum_over_data(torch.stack([count, *(sums[name] for name in names)])).unbind()
         self._preview(shell.step)
         return {f"eval/{name}": (mean / total).item() for name, mean in zip(names, means, strict=True)}

@@ -70,9 +70,10 @@ class Report:
             )
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
+            cause = "put `with run.autocast():` around the forward and the loss" if self.training.body else ""
             raise UserError(
                 f"training.mixed_precision = {precision}, but nothing in the first step was computed in {precision}; "
-                "use fp32, or look for code in the model that turns autocast off"
+                f"use fp32, or {cause or 'look for code in the model that turns autocast off'}"
             )
 
     def _check_compiled(self, compiled: CompiledModules) -> None:

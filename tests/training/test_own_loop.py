@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ToyRun
-from pool import Pool
+from pool import Pool, WorkerFailure
 from safetensors.torch import load_file
 
 import shoal
@@ -209,6 +209,10 @@ def test_an_exception_leaves_the_last_checkpoint(toy: ToyRun, bodies: Any) -> No
 
     with pytest.raises(AssertionError):
         train_by_hand(toy, failing)
+    options = {**QUIET, "experiment.output_dir": toy.folder / "b"}
+    with shoal.Run(toy.config, **options) as run, pytest.raises(AssertionError):  # caught before the run is left
+        run.train(failing)
+    assert len(step_folders(toy.folder / "b")) == 2
     assert [folder.name for folder in step_folders(toy.output)] == ["step_00000002", "step_00000004"]
     assert not (toy.output / "run.lock").exists()
     assert train_by_hand(toy, bodies.body).first_step == 4
@@ -314,3 +318,51 @@ def test_a_loop_cannot_start_processes(toy: ToyRun, bodies: Any) -> None:
         shoal.Run(toy.config, **{"launch.procs_per_node": 2}) as run,
     ):
         run.steps()
+
+
+def test_a_body_without_autocast_is_noticed(toy: ToyRun, bodies: Any) -> None:
+    def body(run: Any, step: Any) -> None:
+        (batch,) = step.batches
+        run.backward(torch.nn.functional.mse_loss(run.model(batch["x"]), batch["y"]))
+        run.step()
+
+    options = {**QUIET, "training.mixed_precision": "bf16", "training.max_steps": 1}
+    with pytest.raises(UserError, match=r"nothing in the first step was computed in bf16; .*with run.autocast\(\):"):
+        shoal.Run(toy.config, **options).train(body)
+    assert shoal.Run(toy.config, **options).train(bodies.body).step == 1
+
+
+def test_the_best_needs_its_metric(toy: ToyRun, bodies: Any) -> None:
+    options = {**QUIET, "training.eval_steps": 1, "checkpoint.keep_best": 1, "training.max_steps": 1}
+    with shoal.Run(toy.config, **options) as run:
+        run.evaluation = lambda run, batch: {"bias": 1.0}
+        with pytest.raises(UserError, match=r"checkpoint.metric = 'eval/loss', but run.evaluation gives bias"):
+            run.train(bodies.body)
+
+
+UNUSED = ("        return nn.Sequential(\n", "        return WithUnused(\n")
+UNUSED_CLASS = """class WithUnused(nn.Sequential):
+    def __init__(self, *modules):
+        super().__init__(*modules)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, input):
+        for module in [*self][:-1]:
+            input = module(input)
+        return input
+
+
+class Toy"""
+
+
+@pytest.mark.slow
+def test_unused_parameters_under_ddp_are_explained(
+    toy: ToyRun, bodies: Any, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe(*UNUSED)
+    change_recipe("class Toy", UNUSED_CLASS)
+    with pytest.raises(WorkerFailure, match=r"some parameters took no part in the loss.*find_unused_parameters"):
+        pool2.run(train_as_rank, toy.config, toy.output, "loop", {}, init=False)
+    options = {"distributed.ddp.find_unused_parameters": True, "training.max_steps": 2}
+    first, second = pool2.run(train_as_rank, toy.config, toy.output, "loop", options, init=False)
+    assert first == second

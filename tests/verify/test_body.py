@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pool import Pool
 from shoal.config import Run, load_run
 from shoal.errors import UserError
 from shoal.verify import prove
-from verify.runs import failed, runner_on
+from verify.runs import failed, llama, runner_on
 
 BODIES = '''
 from torch.nn.functional import mse_loss
@@ -81,6 +82,23 @@ def test_a_body_that_cannot_be_compared_is_refused(run_of: Any, pool2: Pool) -> 
         prove(run_of("steps_twice"), 2, ["ddp"], 2, runner=runner_on(pool2, adamw=False))
     with pytest.raises(UserError, match=r"--strategies pp: distributed.mesh.pp = 2: a pipeline runs all micro-batches"):
         prove(run_of("body"), 2, ["pp"], 2)
+
+
+def predict_tokens(run: Any, step: Any) -> None:
+    """A language model's body: a mean over the tokens of a micro-batch."""
+    for batch in step.batches:
+        with step.accumulate(), run.autocast():
+            output = run.model(**run.recipe.inputs(batch))
+            run.backward(run.recipe.loss(output, batch) / run.recipe.count(batch))
+    run.step()
+
+
+@pytest.mark.slow
+def test_layouts_that_share_layers_and_tokens(tmp_path: Path, pool2: Pool) -> None:
+    run = llama(tmp_path, global_batch_size=5, batch_size=2, body="verify.test_body:predict_tokens")
+    for verdict in prove(run, 2, ["ddp", "tp", "tp_sp", "cp"], 2, runner=runner_on(pool2, adamw=False)):
+        assert verdict.checks, verdict
+        assert failed(verdict) == {}, verdict.layout
 
 
 @pytest.mark.slow
