@@ -338,6 +338,8 @@ def test_the_page_names_what_there_is():
     for name in plain.__all__:
         assert f"`{name}(" in text, name
         assert inspect.getdoc(getattr(plain, name)), name
+    for name in re.findall(r"`run\.(\w+)", text):
+        assert hasattr(shoal.Run, name), name
     for name in re.findall(r"strategy\.(\w+)", text):
         assert hasattr(DDPStrategy(device="cpu"), name), name
     for name, arguments in re.findall(r"loop\.(\w+)(?:\(([^()]*))?", text):

@@ -15,9 +15,11 @@ parameter groups; it needs no `inputs` and no `loss`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import GEN_CLOSED, getgeneratorstate
 from types import TracebackType
 from typing import Any, Literal, Self
 from zlib import crc32
@@ -153,7 +155,7 @@ class Batches:
         return torch.where(self.count > 0, share, self.count.sqrt()) * self._loop.num_data_ranks
 
 
-class Verbs:
+class Verbs(ABC):
     """What the body of a step calls. They are those of `Loop`, for the model and optimizer of one session."""
 
     _session: Session | None = None
@@ -251,8 +253,9 @@ class Verbs:
     last_step: Step
     """The step that ended last."""
 
+    @abstractmethod
     def _update(self, max_norm: float | Literal["training.max_grad_norm"] | None) -> StepInfo:
-        raise NotImplementedError
+        """Updates the model by the gradients that there are."""
 
     def _in_step(self, verb: str) -> Step:
         if self._current is None:
@@ -403,7 +406,7 @@ class OwnRun(Verbs):
         """Ends steps that were not taken to their end."""
         if self._shell is None or self._iterator is None:
             return
-        was_left = self._iterator.gi_frame is not None  # an error of the run itself has ended it
+        was_left = getgeneratorstate(self._iterator) != GEN_CLOSED  # else it ended, or an error of the run ended it
         self._iterator.close()
         if error is None and was_left and not self._failed:
             if self._info is not None:  # the break came after the update, so that the step counts
