@@ -18,6 +18,7 @@ from conftest import PATIENCE_SECONDS, Gate, ToyRun
 from pool import Pool
 from safetensors.torch import load_file
 from test_docs import blocks
+from verify.runs import bdh
 
 import shoal
 from shoal.checkpoint import step_folder
@@ -286,6 +287,15 @@ def test_load_takes_the_latest_or_the_best(toy: ToyRun) -> None:
         assert torch.equal(shoal.load(toy.output, recipe=recipe)[0].weight, third[0].weight)
     with pytest.raises(UserError, match="is a damaged checkpoint"):
         shoal.load(step_folder(toy.output, 4), recipe=recipe)
+
+
+def test_load_finds_the_recipes_that_shoal_ships(tmp_path: Path) -> None:
+    tree = bdh(tmp_path, max_steps=1, batch_size=2).tree()
+    tree["experiment"]["output_dir"] = tmp_path / "out"
+    outcome = shoal.train(tree, **QUIET)
+    model = shoal.load(tmp_path / "out")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens)[0], outcome.model.eval()(tokens)[0])
 
 
 def test_load_runs_nothing_that_a_checkpoint_names(toy: ToyRun) -> None:

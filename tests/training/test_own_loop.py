@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,3 +366,30 @@ def test_unused_parameters_under_ddp_are_explained(
     options = {"distributed.ddp.find_unused_parameters": True, "training.max_steps": 2}
     first, second = pool2.run(train_as_rank, toy.config, toy.output, "loop", options, init=False)
     assert first == second
+
+
+SCRIPT = """
+import shoal
+from bodies import body as imported, evaluation
+
+
+def body(run, step):
+    imported(run, step)
+
+
+if __name__ == "__main__":
+    run = shoal.Run("run.yaml", launch={"procs_per_node": 2}, training={"max_steps": 3, "device": "cpu"})
+    run.evaluation = evaluation
+    outcome = run.train(body)
+    print("end", outcome.step, *sorted(name for name in outcome.metrics if name.startswith("eval/")), outcome.model[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_function_is_run_in_processes(toy: ToyRun, bodies: Any, notebook: bool) -> None:
+    (toy.folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-" if notebook else "script.py"]
+    result = subprocess.run(command, input=SCRIPT, cwd=toy.folder, capture_output=True, text=True, check=False)
+    last = result.stdout.splitlines()[-1:]
+    assert last == ["end 3 eval/bias eval/loss Linear(in_features=1, out_features=16, bias=True)"], result.stderr
