@@ -126,6 +126,17 @@ class TrainState:
     """The tensors of callbacks, by `<callback>/<name>`."""
 
 
+def required(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a method that only raises, so that `is_defined` knows whether a subclass has its own."""
+    method.is_required = True  # type: ignore[attr-defined]
+    return method
+
+
+def is_defined(method: Callable[..., Any]) -> bool:
+    """Returns whether a method of a recipe is more than the one of the base class that only raises."""
+    return not getattr(method, "is_required", False)
+
+
 class Objective(Protocol):
     """What a strategy needs of a recipe."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 PUBLIC: dict[str, tuple[str, ...] | None] = {
+    "shoal": ("train", "load", "Run"),
     "shoal.recipes": None,
     "shoal.types": ("Weights", "ParallelPlan", "TensorStyle", "MicroBatch", "StepOutput", "StepInfo"),
     "shoal.seeding": ("SampleRng",),
@@ -33,6 +34,7 @@ INTRODUCTION = """\
 # Python
 
 Every public name, by module, with its docstring. For how they are used, see [recipes.md](recipes.md) (`Recipe`), \
+[from_python.md](from_python.md) (`shoal.train`, `shoal.load`), \
 [plain_pytorch.md](plain_pytorch.md) (`Loop`, strategies, `shoal.distributed`) and [config.md](config.md) (keys of a \
 config). Names that are not on this page may change without notice.
 

@@ -9,6 +9,7 @@ import pkgutil
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from test_docs import blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import shoal
 import shoal.distributed as plain
 from shoal.errors import UserError
 from shoal.strategies import DDPStrategy, Loop
@@ -286,7 +288,7 @@ def run_script(path):
 
 @pytest.mark.parametrize("way", ["pool", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_loop_in_the_docs_runs_on_one_process_and_on_two(tmp_path, monkeypatch, pool2, way):
-    loop, _ = blocks(PAGE, "python")
+    _, loop, *_ = blocks(PAGE, "python")
     assert len([line for line in loop.splitlines() if line.strip()]) <= 30
     (tmp_path / "loop.py").write_text(loop)
     monkeypatch.chdir(tmp_path)
@@ -314,14 +316,40 @@ def call_train(source):
     return names["train"](10)
 
 
+def run_as_rank(path):
+    """Runs the script of the page that has a run; returns its last step and loss."""
+    outcome = runpy.run_path(path)["run"].outcome
+    return outcome.step, outcome.metrics["train/loss"]
+
+
+def test_the_other_scripts_in_the_docs_run(tmp_path, monkeypatch, pool2):
+    bare, _, run, body, _ = blocks(PAGE, "python")
+    assert '"num_epochs": 20' in run
+    run = run.replace('"num_epochs": 20', '"num_epochs": 2')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, source in {"bare.py": bare, "run.py": run, "steps.py": body}.items():
+        (tmp_path / name).write_text(source)
+    losses = [float(line.split()[3]) for line in run_script("bare.py").splitlines()]
+    assert losses[-1] < losses[0] / 10
+    on_two = pool2.run(run_as_rank, "run.py", init=False)
+    shutil.move("out/run", "out/two")
+    step, loss = run_as_rank("run.py")
+    assert on_two == [(step, pytest.approx(loss, rel=1e-4))] * 2
+    names = runpy.run_path("run.py")  # it has ended, and nothing is left to do
+    assert names["run"].outcome.first_step == step == 16
+    with shoal.Run(recipe=names["Squares"], training={"max_steps": 2, "batch_size": 8, "body": "steps:body"}) as again:
+        assert again.train().step == 2
+
+
 def test_what_the_docs_launch_runs(pool2):
-    _, launch = blocks(PAGE, "python")
+    *_, launch = blocks(PAGE, "python")
     assert pool2.run(call_train, launch, init=False) == [0, 10]
 
 
 @pytest.mark.slow
 def test_the_launch_in_the_docs_runs(tmp_path):
-    _, launch = blocks(PAGE, "python")
+    *_, launch = blocks(PAGE, "python")
     (tmp_path / "launch.py").write_text(launch)
     result = run_python(tmp_path, "launch.py")
     assert result.stdout == "[0, 10]\n", result.stderr
@@ -332,6 +360,8 @@ def test_the_page_names_what_there_is():
     for name in plain.__all__:
         assert f"`{name}(" in text, name
         assert inspect.getdoc(getattr(plain, name)), name
+    for name in re.findall(r"`run\.(\w+)", text):
+        assert hasattr(shoal.Run, name), name
     for name in re.findall(r"strategy\.(\w+)", text):
         assert hasattr(DDPStrategy(device="cpu"), name), name
     for name, arguments in re.findall(r"loop\.(\w+)(?:\(([^()]*))?", text):

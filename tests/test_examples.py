@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -268,6 +269,30 @@ def test_two_processes_that_share_every_layer_train_as_one(pool2, capsys, tmp_pa
     halves = on_two("--steps", "20", "--output_dir", str(tmp_path / "b"))
     halves |= alone("--steps", "30", "--output_dir", str(tmp_path / "b"))  # goes on from what two have saved
     assert {step: float(loss) for step, loss in halves.items()} == numbers(whole)
+
+
+OWN_LOOP = ROOT / "examples" / "plain_loop" / "train.py"
+
+
+def test_a_run_with_a_loop_of_its_own_on_one_process_and_on_two(pool2, capsys, tmp_path):
+    def options(name: str, *others: str) -> list[str]:
+        common = ["training.max_steps=20", "training.eval_steps=10", "training.device=cpu", "logging.tensorboard=false"]
+        return [*common, f"experiment.output_dir={tmp_path}/{name}", *others]
+
+    def last_metrics(name: str) -> dict[str, Any]:
+        return json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+
+    load_example(OWN_LOOP).main(options("one"))
+    assert "step 20, accuracy" in capsys.readouterr().out
+    load_example(OWN_LOOP).main(options("one", "training.max_steps=21"))  # goes on
+    assert last_metrics("one")["step"] == 21
+    load_example(OWN_LOOP).main(options("again"))
+    pool2.run(run_on_two, options("two"), str(tmp_path / "log"), OWN_LOOP, init=False)
+    assert Path(f"{tmp_path}/log.1").read_text() == ""
+    two, one = last_metrics("two"), last_metrics("again")
+    for key in ("eval/loss", "eval/accuracy"):
+        assert two[key] == pytest.approx(one[key], abs=1e-4)
+    assert one["eval/loss"] < 0.6
 
 
 def run_layers_of_the_mesh_page() -> dict[str, tuple[int, ...]]:

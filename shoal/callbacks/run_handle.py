@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.config import Config
+from shoal.config.body import NO_WAY_BACK
 from shoal.errors import UserError
 from shoal.types import StepInfo, StepOutput
 
@@ -112,6 +113,8 @@ class RunHandle:
 
         To be called in `after_log`, by all ranks in the same step, which is then neither evaluated nor saved.
         """
+        if self.config.training.body is not None:
+            raise UserError(f"{reason}: {NO_WAY_BACK}; leave out what calls go_back, or train the recipe's loss")
         self.requested_return = str(reason)
 
     def stop(self, reason: str) -> None:

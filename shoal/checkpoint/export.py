@@ -30,8 +30,10 @@ from shoal.checkpoint.pieces import StoredTensor, dtype_in_files, write_safetens
 from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, as_user_error, one_line
+from shoal.seeding import GeneratorsKept
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
-from shoal.weights import parameters_on_meta
+from shoal.types import Weights
+from shoal.weights.materialise import build
 
 SHARD_SIZE = "5GB"
 LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 2e-2
@@ -163,12 +165,10 @@ def _averaged_tensors(checkpoint: Checkpoint, callback: str) -> dict[str, Stored
             found.setdefault(owner, {})[name] = stored  # type: ignore[assignment]
     if callback not in found:
         has = f"it has those of {', '.join(sorted(found))}" if found else "it has none"
-        raise UserError(f"--average {callback}: {checkpoint.folder} has no average of this callback; {has}")
+        raise UserError(f"average {callback}: {checkpoint.folder} has no average of this callback; {has}")
     averages, shapes = found[callback], checkpoint.shapes
     if wrong := [name for name, stored in averages.items() if shapes.get(name) != [*stored.shape]]:
-        raise UserError(
-            f"--average {callback}: {checkpoint.folder} has no tensor of the shape of {min(wrong)}'s average"
-        )
+        raise UserError(f"average {callback}: {checkpoint.folder} has no tensor of the shape of {min(wrong)}'s average")
     return averages
 
 
@@ -202,7 +202,7 @@ def _write_torch(source: Source, path: Path) -> tuple[str, ...]:
 def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     """Writes a folder for transformers with model and tokenizer, and returns notes for the user."""
     recipe = _recipe(source.checkpoint)
-    model = _build(recipe, source)
+    model = build_model(recipe, source)
     text = model.config.get_text_config()
     tokens = torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
     with _quiet_transformers() as transformers:
@@ -229,47 +229,67 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
-    """Returns the recipe that a checkpoint was trained by, if it is built in and builds a model of transformers.
-
-    A manifest is not trusted: a name in it is looked up in `RECIPES` and never imported.
-    """
-    config = as_dict(checkpoint.manifest.get("config"))
-    name, advice = config.get("recipe"), "use --to safetensors or --to torch, which need no recipe"
-    if not isinstance(name, str) or name not in RECIPES:
-        trainer = f"by recipe {name!r}, which is not built in" if name else "without a recipe"
-        raise UserError(
-            f"{checkpoint.folder} was trained {trainer}, and an export runs no code that a checkpoint names; {advice}"
-        )
+    """Returns the recipe that a checkpoint was trained by, if it is built in and builds a model of transformers."""
+    advice = "use --to safetensors or --to torch, which need no recipe"
+    name, sections = built_in_recipe(checkpoint, "an export", advice)
     if not hasattr(import_recipe(name, {}), "transformers_config"):
         raise UserError(
             f"{checkpoint.folder} was trained by recipe {name}, which transformers has no model for; {advice}"
         )
-    sections = {key: config[key] for key in RECIPE_SECTIONS if isinstance(config.get(key), dict)}
+    return make_recipe(name, sections)
+
+
+def built_in_recipe(checkpoint: Checkpoint, reader: str, advice: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name of the built-in recipe that a checkpoint was trained by, and the sections of its config.
+
+    A manifest is not trusted: a name in it is looked up in `RECIPES` and never imported. `reader` and `advice` are for
+    the UserError about any other recipe.
+    """
+    name = as_dict(checkpoint.manifest.get("config")).get("recipe")
+    if not isinstance(name, str) or name not in RECIPES:
+        trainer = f"by recipe {name!r}, which is not built in" if name else "without a recipe"
+        raise UserError(
+            f"{checkpoint.folder} was trained {trainer}, and {reader} runs no code that a checkpoint names; {advice}"
+        )
+    sections = recipe_sections(checkpoint)
     if sections.get("model", {}).get("trust_remote_code"):
         raise UserError(
-            f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which an "
-            f"export does not run; {advice}"
+            f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which "
+            f"{reader} does not run; {advice}"
         )
-    run = check_run({"recipe": name, "training": {"max_steps": 1, "batch_size": 1}, **sections})
-    return run.recipe_type(run.recipe_config)
+    return name, sections
 
 
-def _build(recipe: Any, source: Source) -> Any:
-    """Returns the recipe's model with the checkpoint's weights.
+def recipe_sections(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the sections of a checkpoint's config that belong to its recipe."""
+    config = as_dict(checkpoint.manifest.get("config"))
+    return {key: config[key] for key in RECIPE_SECTIONS if isinstance(config.get(key), dict)}
+
+
+def make_recipe(name: str, sections: dict[str, Any], recipe_type: type[Any] | None = None) -> Any:
+    """Returns the recipe with these sections; without `recipe_type` its class is imported by its name."""
+    tree = {"recipe": name, "training": {"max_steps": 1, "batch_size": 1}, **sections}
+    return check_run(tree, recipe=recipe_type).make_recipe()
+
+
+def build_model(recipe: Any, source: Source, advice: str = "its config was altered; use --to safetensors") -> Any:
+    """Returns the recipe's model with the checkpoint's weights, in evaluation mode.
 
     The config is not trusted: the model is built on the meta device, and its shapes are compared with the checkpoint's
     before it gets memory.
     """
+    seed = as_dict(as_dict(source.checkpoint.manifest.get("config")).get("experiment")).get("seed")
     message = f"the model in the config of {source.checkpoint.folder} cannot be built"
-    with as_user_error(message, RuntimeError, MemoryError), parameters_on_meta():
-        model = recipe.build_model()
+    with as_user_error(message, RuntimeError, MemoryError), GeneratorsKept():
+        model, _ = build(recipe.build_model, Weights("empty"), seed if type(seed) is int else 0)
     shapes = {name: [*tensor.shape] for name, tensor in named_tensors(model).items()}
-    check_same_model(source.checkpoint, shapes, "its config was altered; use --to safetensors")
+    check_same_model(source.checkpoint, shapes, advice)
     first_names = {id(tensor): names[0] for tensor, names in tensors_with_names(model)}
-    replace_parameters(model, lambda p: nn.Parameter(source.read(first_names[id(p)]).clone(), requires_grad=False))
-    for buffer in model.buffers():
-        if id(buffer) in first_names:
-            buffer.copy_(source.read(first_names[id(buffer)]))
+    replace_parameters(model, lambda p: nn.Parameter(source.read(first_names[id(p)]).clone(), p.requires_grad))
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if id(buffer) in first_names:
+                buffer.copy_(source.read(first_names[id(buffer)]))
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from shoal.config.schema import LoaderConfig
 from shoal.config.yaml import flatten
 from shoal.errors import UserError
 
-_IDENTITY_KEYS = ("recipe", "model.", "lora.", "dataset.", "experiment.seed")
+_IDENTITY_KEYS = ("recipe", "model.", "lora.", "dataset.", "experiment.seed", "training.body")
 """The keys that must not change when a run resumes, by how they begin."""
 _CHANGEABLE_KEYS = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "cache_dir")}
 

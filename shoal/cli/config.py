@@ -25,7 +25,7 @@ def show_config(
     from shoal.config.mesh import data_size
 
     run = load_run(config, overrides or ())
-    recipe, launch = run.recipe_type(run.recipe_config), run.config.launch
+    recipe, launch = run.make_recipe(), run.config.launch
     ranks = data_size(check_layout(run.config, recipe, launch.processes, launch.procs_per_node).mesh)
     derived = derived_values(derive_batches(run.config.training, ranks)[0], ranks)
     print(run.to_yaml(derived, only_changed=changed), end="")

@@ -10,8 +10,8 @@ from typing import Any
 from shoal.config.imports import add_folders, did_you_mean, import_object
 from shoal.errors import UserError
 
-_CLASS_PATH = re.compile(r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
-"""`package.module:Class`, each part a name of Python."""
+OBJECT_PATH = re.compile(r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
+"""`package.module:name`, each part a name of Python."""
 
 
 def import_class(where: str, name: Any, short_names: Mapping[str, str], import_from: Path | None) -> Any:
@@ -19,7 +19,7 @@ def import_class(where: str, name: Any, short_names: Mapping[str, str], import_f
 
     `where` is the key with its value, for messages; `short_names` are the built-in classes by name.
     """
-    if not isinstance(name, str) or not (name in short_names or _CLASS_PATH.match(name)):
+    if not isinstance(name, str) or not (name in short_names or OBJECT_PATH.match(name)):
         choices = say_choices(short_names)
         raise UserError(f"{where} is unknown; set it to {choices}{did_you_mean(str(name)[:100], short_names)}")
     if name not in short_names:  # an export of an untrusted checkpoint must not import from the current folder

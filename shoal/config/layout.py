@@ -118,6 +118,11 @@ def layout_of(
     for contradictory, message in (*_contradictions(layout), *_optimizer_contradictions(training, layout)):
         if contradictory:
             raise UserError(message)
+    if training.body and layout.mesh["pp"] > 1:
+        raise UserError(
+            f"distributed.mesh.pp = {layout.mesh['pp']}: a pipeline runs all micro-batches of a step at once, and "
+            f"training.body = {training.body!r} computes one after another; use another layout, or the recipe's loss"
+        )
     if layout.is_sharded_family and layout.engine == "plain":
         idle = dict.fromkeys(_FULLY_SHARD_KEYS, f"nothing is sharded on {say_mesh(layout.mesh)}")
         not_in_force |= _changed("distributed.fsdp", layout.fsdp, idle)

@@ -21,9 +21,14 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[Tree, Sou
     """Returns the merged tree, and where each of its values came from by dotted key."""
     tree: Tree = {}
     sources: Sources = {}
-    for later, later_sources in (*_read_with_bases(path, (), count()), *map(_parse_override, overrides)):
+    for later, later_sources in (*read_with_bases(path), *map(_parse_override, overrides)):
         tree, sources = merge(tree, later), {**sources, **later_sources}
-    return tree, {key: sources[key] for key in _leaves(tree) if key in sources}
+    return tree, {key: sources[key] for key in find_leaves(tree) if key in sources}
+
+
+def read_with_bases(path: Path) -> Iterator[tuple[Tree, Sources]]:
+    """Yields the bases that a file extends and then the file, each with where its values came from."""
+    return _read_with_bases(path, (), count())
 
 
 def merge(tree: Tree, later: Tree) -> Tree:
@@ -68,13 +73,13 @@ def _parse_override(override: str) -> tuple[Tree, Sources]:
         ) from None
     for part in reversed(key.split(".")):
         tree = {part: tree}
-    return tree, dict.fromkeys(_leaves(tree), COMMAND_LINE)
+    return tree, dict.fromkeys(find_leaves(tree), COMMAND_LINE)
 
 
-def _leaves(value: Any, dotted: str = "") -> Iterator[str]:
+def find_leaves(value: Any, dotted: str = "") -> Iterator[str]:
     """Yields the dotted keys of all values that are not sections."""
     if not is_section(value):
         yield dotted
         return
     for key, inner in value.items():
-        yield from _leaves(inner, f"{dotted}.{key}" if dotted else key)
+        yield from find_leaves(inner, f"{dotted}.{key}" if dotted else key)

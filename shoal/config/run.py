@@ -10,8 +10,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from shoal.config.body import check_callbacks_of_body, import_body
 from shoal.config.callbacks import CallbackChoice, check_callbacks
 from shoal.config.classes import import_class, say_choices
+from shoal.config.importable import NOT_IMPORTABLE, config_of
 from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
@@ -40,6 +42,14 @@ class Run:
     sources: Sources
     """Where each value was set, by dotted key."""
     callbacks: tuple[CallbackChoice, ...] = ()
+    recipe_object: Any = None
+    """The recipe itself, if Python code handed over an object."""
+    body: Any = None
+    """The function that computes every step, if it is not the recipe's loss that does."""
+
+    def make_recipe(self) -> Any:
+        """Returns the recipe: the object that was handed over, or a new one of its class and config."""
+        return self.recipe_type(self.recipe_config) if self.recipe_object is None else self.recipe_object
 
     def tree(self) -> Tree:
         """Returns all sections as nested dicts, shoal's and the recipe's, in the order of a config file."""
@@ -113,16 +123,30 @@ def source_of(dotted: str, sources: Sources) -> str:
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Loads a config file with overrides such as `training.max_steps=5`; every mistake is a UserError of one line."""
     tree, sources = read_with_overrides(Path(path), overrides)
-    experiment = tree.setdefault("experiment", {})
-    if isinstance(experiment, dict) and "name" not in experiment and Path(path).stem:
-        experiment["name"], sources["experiment.name"] = Path(path).stem, "the file's name"
+    name_after_file(tree, sources, Path(path))
     return check_run(tree, sources, import_from=Path(path).parent)
 
 
-def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | None = None) -> Run:
-    """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`."""
+def name_after_file(tree: Tree, sources: Sources, path: Path) -> None:
+    """Gives a run without a name that of its config file, so that two configs do not share a run folder."""
+    experiment = tree.setdefault("experiment", {})
+    if isinstance(experiment, dict) and "name" not in experiment and path.stem:
+        experiment["name"], sources["experiment.name"] = path.stem, "the file's name"
+
+
+def check_run(
+    tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None, body: Any = None
+) -> Run:
+    """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`.
+
+    `recipe`, a class or an object, and `body` are what the tree has the recorded names of; without them, what it names
+    is imported.
+    """
     sources = sources or {}
-    recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
+    recipe_object = None if isinstance(recipe, type) else recipe
+    recipe_type: Any = type(recipe) if recipe_object is not None else recipe
+    if recipe is None:
+        recipe_type = import_recipe(tree.get("recipe"), sources, import_from)
     recipe_fields = fields_of(recipe_type.Config) or {}
     sections: dict[str, Any] = {
         name: fields_of(recipe_fields.get(name, {}), tree.get(name)) for name in RECIPE_SECTIONS
@@ -138,11 +162,18 @@ def check_run(tree: Tree, sources: Sources | None = None, import_from: Path | No
     check_imports(config.training, sources, import_from)
     recipe_tree = {**tree, "dataset": recipe_dataset}
     recipe_sections = {key: recipe_tree[key] for key in RECIPE_SECTIONS if key in recipe_tree and key in recipe_fields}
-    recipe_config = validate(recipe_type.Config, recipe_sections, sources)
-    if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
-        check_cut(recipe_type(recipe_config), config.distributed, config.distributed.mesh.model_dump())
+    if recipe_object is None:
+        recipe_config = validate(recipe_type.Config, recipe_sections, sources)
+    else:
+        recipe_config = config_of(recipe_object) or {}
     callbacks = check_callbacks(config.callbacks, sources, import_from)
-    return Run(config, recipe_type, recipe_config, sources, callbacks)
+    if config.training.body is not None:
+        check_callbacks_of_body(callbacks)
+        body = body or import_body(config.training.body, sources, import_from)
+    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body)
+    if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
+        check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
+    return run
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
@@ -150,6 +181,11 @@ def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) 
     where = f"{named('recipe', sources)} = {name!r:.200}"
     if name is None:
         raise UserError(f"recipe is missing; set it to {say_choices(RECIPES)}")
+    if isinstance(name, str) and name.startswith(NOT_IMPORTABLE):
+        raise UserError(
+            f"{where}: this run was started from a script or notebook with a recipe that cannot be imported; continue "
+            "it there, or move the class into a module and let its constructor take the config alone"
+        )
     recipe_type = import_class(where, name, RECIPES, import_from)
     if not isinstance(recipe_type, type) or not hasattr(recipe_type, "Config"):
         raise UserError(

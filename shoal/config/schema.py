@@ -98,6 +98,10 @@ class TrainingConfig(Section):
     """Compute the loss in this many chunks of a micro-batch, so that all of its logits never exist at once. Saves
     memory for large vocabularies."""
 
+    body: str | None = None
+    """A function `module:function` that computes every step in place of the recipe's loss. See [a loop of your
+    own](plain_pytorch.md#a-run-with-a-loop-of-your-own)."""
+
     optimizer: Annotated[Optimizer, short_for("name")] = AdamW()
     """The optimizer: its name, or a section with its name and options. `path.to:Class` is one of your own; its section
     has the arguments of its constructor. See [optimizers](recipes.md#optimizers-and-schedules)."""
@@ -140,6 +144,11 @@ class TrainingConfig(Section):
                 None not in warmups,
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warmup; "
                 "set one of them to null",
+            ),
+            (
+                self.body is not None and self.loss_chunks > 1,
+                f"loss_chunks = {self.loss_chunks}: body = {self.body!r} computes its loss itself; leave one of them "
+                "out",
             ),
             (
                 self.lr_scheduler.name == "constant" and any(warmups),

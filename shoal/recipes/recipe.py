@@ -15,7 +15,7 @@ from shoal.callbacks.hook_methods import HookMethods
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError, one_line
 from shoal.seeding import SampleRng
-from shoal.types import IGNORED_LABEL, ParallelPlan, Weights
+from shoal.types import IGNORED_LABEL, ParallelPlan, Weights, required
 
 
 class Recipe(HookMethods):
@@ -93,6 +93,7 @@ class Recipe(HookMethods):
         """
         return batch
 
+    @required
     def inputs(self, batch: Any) -> dict[str, Any]:
         """Returns the keyword arguments of the model for a batch."""
         raise UserError(f"recipe {type(self).__name__} needs inputs(self, batch) -> dict")
@@ -127,6 +128,7 @@ class Recipe(HookMethods):
             "sequence_length(self, batch) -> int"
         )
 
+    @required
     def loss(self, output: Any, batch: Any) -> Any:
         """Returns the SUM of the losses of a batch; shoal divides it by the count of the global batch.
 

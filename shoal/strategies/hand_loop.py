@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
 from shoal.checkpoint.peers import ALL, ALONE
 from shoal.errors import UserError
+from shoal.seeding import mix, seed_generators
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import check_storable, share_model
@@ -48,7 +50,7 @@ from shoal.strategies.state import (
 from shoal.strategies.update import Update
 from shoal.torch_private import call_without_hooks, uncompiled
 from shoal.transform.precision import autocast
-from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
+from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, TrainState, Weights
 from shoal.weights.parameter_extras import check_trainable
 
 BUILT = Weights("built")
@@ -244,6 +246,52 @@ class Loop:
             strategy.load_state(self.model, optimizer, loaded)
             restore_settings(optimizer, stored)
         return checkpoint.trainer
+
+    # For runs whose steps are written by hand
+
+    @property
+    def num_data_ranks(self) -> int:
+        """The number of ranks over which gradients become a mean."""
+        return prod(dist.get_world_size(group) for group in self.strategy._data_groups)
+
+    def prepare_batches(self, micro_batches: Sequence[MicroBatch], recipe: Objective) -> list[Any]:
+        """Returns micro-batches as the model sees them: on the device, with what the recipe draws for each sample."""
+        return self.strategy._prepare_batches(micro_batches, recipe)
+
+    def total(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the sum of the values of micro-batches over all data-parallel ranks, without those of fillers."""
+        return self.strategy.sum_over_data(self.strategy._sum(values, micro_batches))
+
+    def seed(self, *place: int | str) -> None:
+        """Seeds the generators from a place in the run, alike on ranks that compute the same samples."""
+        strategy = self.strategy
+        seed_generators(mix(strategy._seed, *place, *strategy._rng_key), strategy.device)
+
+    def warm_up(self) -> None:
+        """Lets DDP order its buckets before the first step, so that a restarted run repeats one that was not.
+
+        DDP orders them anew after its first backward, by the order in which gradients came; sums over four ranks or
+        more then differ in their last bits. Here they come last parameter first, as they mostly do in a model. A static
+        graph cannot be recorded this way, and with unused parameters DDP keeps its order.
+        """
+        model, engine = self._wrapped()
+        options = self.strategy.layout.ddp
+        if engine.is_warm or options.static_graph or options.find_unused_parameters:
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        forward = vars(model).get("forward")
+        model.forward = lambda: sum(parameter.sum() for parameter in trained)
+        try:
+            engine.warm_up(engine.module)
+        finally:
+            vars(model).pop("forward", None)
+            if forward is not None:
+                model.forward = forward
+
+    def explain(self, error: BaseException | None) -> UserError | None:
+        """Returns an error in the user's terms for one that the engine raised, if there is one."""
+        _, engine = self._wrapped()
+        return engine.explain(error) if isinstance(error, RuntimeError) else None
 
     # Inside
 

@@ -19,10 +19,8 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
 
     All ranks take part, and the first in the order of ranks is named: with one stage on each, the order of stages.
     """
-    bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
-    if strategy.any_rank(bool(bad_names)):  # all ranks continue or none does
-        where = f"parameter {bad_names[0]}" if bad_names else "a parameter of another rank"
-        return f"{where} is already not finite"
+    if bad := bad_parameter(strategy, model):
+        return bad
     found: list[str] = []
     hooks = []
     # Backward hooks on modules do not work under DeepSpeed, nor with a pipeline's split backward.
@@ -54,6 +52,15 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
     if watches_backward:
         return "the last batch gives finite values when it is repeated"
     return "the first bad value is in the backward: the model's output and its loss are finite"
+
+
+def bad_parameter(strategy: DistributedStrategy, model: nn.Module) -> str:
+    """Returns which parameter is not finite, or an empty string if all are. All ranks call it."""
+    bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
+    if not strategy.any_rank(bool(bad_names)):  # all ranks continue or none does
+        return ""
+    where = f"parameter {bad_names[0]}" if bad_names else "a parameter of another rank"
+    return f"{where} is already not finite"
 
 
 def _watch(found: list[str], label: str) -> Any:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -59,6 +59,10 @@ class Outcome:
     """With `keep_best`: which of the steps that were saved was evaluated best."""
     stop_reason: str | None = None
     """Why a hook has ended the run, if one has."""
+    last_checkpoint: Path | None = None
+    """The folder of the last step's checkpoint."""
+    best_checkpoint: Path | None = None
+    """The folder of the best step's checkpoint, if `best_step` is known."""
 
 
 class Body(Protocol):
@@ -84,6 +88,10 @@ class Shell:
 
     observers: Observers
     warn: Callable[[str], None]
+    taken: tuple[StepOutput, StepInfo]
+    """The results of the last step."""
+    goes_back: GoBack | None = None
+    """Set when the steps end because the run has to go on from its last checkpoint."""
 
     def __init__(
         self,
@@ -113,35 +121,47 @@ class Shell:
         """The metrics of `_evaluated_step`."""
 
     def fit(self, body: Body) -> Outcome | GoBack:
-        training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
-        watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
-        hooks, handle, before_step, after_step = self.hooks, self.hooks.run, *self._step_hooks()
+        """Takes all steps that are left, and returns how the run ended or where it has to go on."""
+        self.start(body)
+        with self.stopping_at_interrupt(), closing(self.steps(body)) as steps:
+            for micro_batches in steps:
+                self.taken = body.take_step(micro_batches, self.step)
+        return self.goes_back or self.finish(body)
+
+    def start(self, body: Body) -> None:
+        """Does what comes before the first step."""
         self._start_hooks()
         if self.owes_evaluation():
             self.evaluate(body)
+
+    def steps(self, body: Body) -> Generator[Sequence[MicroBatch], None, None]:
+        """Yields the micro-batches of each step, and does what is due after it.
+
+        Whoever iterates computes the step, and puts its results into `taken`.
+        """
+        training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
+        watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
+        hooks, handle, before_step = self.hooks, self.hooks.run, bool(self.hooks.calls["before_step"])
         watchdog.at("waiting for data", self.step + 1)
-        with _collector_paused(), self._stopping_at_interrupt():
+        with _collector_paused():
             for micro_batches in islice(loader, self._steps_left()):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
                 if before_step:
                     hooks.call("before_step")
-                output, info = body.take_step(micro_batches, self.step)
-                self.step, self._samples = self.step + 1, loader.position
-                self.observers.meter.add(output, info)
-                handle.step, handle.output, handle.info = self.step, output, info
-                if after_step:
-                    hooks.call("after_step")
+                yield micro_batches
+                self.count_step()
                 advance(self.step)
                 watchdog.started = True
                 if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
                     if handle.requested_return is not None:
-                        return self._go_back(handle.requested_return)
+                        self.goes_back = self._go_back(handle.requested_return)
+                        return
                 if self._due(training.eval_steps):
                     self.evaluate(body)
                 if (self._save_soon or self._due(saving.every, saving.keep_every)) and self.step != self.total_steps:
-                    self.save()  # the last step is saved by `_finish`, when it is evaluated too
+                    self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self._due(self.config.distributed.desync_steps):
                     self.check_sync(micro_batches)
                 if self._due(training.gc_steps):
@@ -149,12 +169,19 @@ class Shell:
                 if self.agree_to_stop() or handle.stop_reason is not None:
                     break
                 watchdog.at("waiting for data", self.step + 1)
-        outcome = self._finish(body)
-        watchdog.at("leaving", self.step)
-        return outcome
+
+    def count_step(self) -> None:
+        """Counts the step whose results are in `taken`."""
+        output, info = self.taken
+        handle = self.hooks.run
+        self.step, self._samples = self.step + 1, self.loaders.train.position
+        self.observers.meter.add(output, info)
+        handle.step, handle.output, handle.info = self.step, output, info
+        if self.hooks.calls["after_step"]:
+            self.hooks.call("after_step")
 
     @contextmanager
-    def _stopping_at_interrupt(self) -> Iterator[None]:
+    def stopping_at_interrupt(self) -> Iterator[None]:
         """Ends the run as Ctrl-C does if a recipe raises KeyboardInterrupt; the step under way is not counted.
 
         Of several ranks the others would wait for the one that raised, so it fails there.
@@ -180,10 +207,6 @@ class Shell:
             f"that it has seen since, up to position {position}"
         )
         return GoBack(position)
-
-    def _step_hooks(self) -> tuple[bool, bool]:
-        """Returns whether anyone has a hook before and after each step."""
-        return bool(self.hooks.calls["before_step"]), bool(self.hooks.calls["after_step"])
 
     def _start_hooks(self) -> None:
         if self._steps_left():
@@ -300,7 +323,8 @@ class Shell:
             short["train/skipped_steps"] = skipped
         self.observers.console.metrics(self.step, short)
 
-    def _finish(self, body: Body) -> Outcome:
+    def finish(self, body: Body) -> Outcome:
+        """Evaluates and saves the last step, and returns how the run ended."""
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
             self.evaluate(body)
         self._end_hooks()
@@ -313,6 +337,8 @@ class Shell:
             raise UserError(
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
+        best = self._find_best() if self.config.checkpoint.keep_best else None
+        self.watchdog.at("leaving", self.step)
         return Outcome(
             self.output_dir,
             self.first_step,
@@ -322,8 +348,10 @@ class Shell:
             body.preview,
             self.stopped_by,
             self.session.model,
-            self._find_best() if self.config.checkpoint.keep_best else None,
+            best,
             self.hooks.run.stop_reason,
+            manager.path_of(self.step) if self.step else None,
+            None if best is None else manager.path_of(best),
         )
 
     def _end_hooks(self) -> None:

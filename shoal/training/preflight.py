@@ -22,7 +22,7 @@ from shoal.training.resume import find_checkpoints
 def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> None:
     """Refuses a layout, a checkpoint to resume from, or weights to begin with that `size` processes could not use."""
     config = run.config
-    check_layout(config, run.recipe_type(run.recipe_config), size, local_size)
+    check_layout(config, run.make_recipe(), size, local_size)
     found = find_checkpoints(
         config.checkpoint.resume, CheckpointManager(config.output_dir), lambda warning: None, was_restarted
     )

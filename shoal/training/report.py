@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from shoal.config.batch import accumulation
+from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
@@ -18,6 +19,7 @@ from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.optimizers import is_by_recipe
 from shoal.training.schedules import describe_schedule, schedule_is_by_recipe
+from shoal.training.signals import StopFlag
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -72,16 +74,17 @@ class Report:
                 "from being called"
             )
         head = self.engaged.chunked_head
-        if head is not None and not head.num_scored:
+        if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
             raise UserError(
                 f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
                 "the recipe's parallel_plan"
             )
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
+            cause = "put `with run.autocast():` around the forward and the loss" if self.training.body else ""
             raise UserError(
                 f"training.mixed_precision = {precision}, but nothing in the first step was computed in {precision}; "
-                "use fp32, or look for code in the model that turns autocast off"
+                f"use fp32, or {cause or 'look for code in the model that turns autocast off'}"
             )
 
     def _check_compiled(self, compiled: CompiledModules) -> None:
@@ -159,6 +162,8 @@ class Report:
             f"{shell.total_steps:,}, from {shell.first_step:,}",
             ("training.max_steps", "training.num_epochs"),
         )
+        if training.body:
+            yield "body", training.body.removeprefix(NOT_IMPORTABLE), ("training.body",)
         yield self._optimizer()
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
@@ -198,6 +203,8 @@ class Report:
         if references := checkpoints.left_out:
             files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+        if not StopFlag.is_possible():
+            yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)
         for decisive, value, idle in (
             ("dataset.num_workers", config.dataset.num_workers, ("dataset.persistent_workers", "dataset.prefetch")),

@@ -13,7 +13,7 @@ from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.flops import copy_on_meta
-from shoal.strategies import DistributedStrategy
+from shoal.strategies import DistributedStrategy, Loop
 from shoal.training.metric_objects import MetricObjects
 from shoal.training.modes import start_training_mode
 from shoal.training.optimizers import (
@@ -56,6 +56,8 @@ class Session:
     """The parameter groups of the whole model, each with a small tensor in place of parameters that are alike."""
     metric_objects: MetricObjects
     """The torchmetrics objects of the recipe."""
+    loop: Loop | None = None
+    """The verbs of a step that is not the recipe's."""
 
     def loader(self, data: Any, batches: BatchSchedule, **options: Any) -> Loader:
         """Returns a loader that gives this rank its part of every batch; `options` are the loader's own."""
@@ -86,11 +88,13 @@ def assemble(
     weights: Weights | None = None,
     edit: Callable[[nn.Module], None] | None = None,
     by_recipe: bool = True,
+    loop: Loop | None = None,
 ) -> Session:
     """Builds the recipe's model, places it as the strategy says, and builds its optimizer.
 
     `weights` replace the recipe's own; `edit` may change the model before it is split. If `by_recipe` is false, the
-    optimizer is always the one that `training` names, also if the recipe has a `build_optimizer`.
+    optimizer is always the one that `training` names, also if the recipe has a `build_optimizer`. With `loop`, steps
+    are computed by its verbs: gradients are means over ranks.
     """
     model, found = build(recipe.build_model, weights or recipe.weights(), seed)
     check_trainable(model)
@@ -112,7 +116,10 @@ def assemble(
         check_usable(optimizer)
         return optimizer
 
-    model, optimizer = strategy.prepare(model, build_one, plan, found)
+    if loop is None:
+        model, optimizer = strategy.prepare(model, build_one, plan, found)
+    else:
+        _, optimizer = loop.wrap(model, build_one, plan=plan, weights=found)
     return Session(
         recipe,
         strategy,
@@ -127,6 +134,7 @@ def assemble(
         name_of(optimizer, training),
         small,
         MetricObjects(recipe, strategy),
+        loop,
     )
 
 

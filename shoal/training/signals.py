@@ -6,6 +6,7 @@ Before the first step there is nothing to save, and while data is prepared nobod
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,9 +50,14 @@ class StopFlag:
             self._ends_at_once = False
 
     def __enter__(self) -> StopFlag:
-        for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
+        if self.is_possible():
+            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Returns whether this thread may handle signals: Python lets only the main one."""
+        return threading.current_thread() is threading.main_thread()
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():

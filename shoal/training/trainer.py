@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from shoal.processes.detect import detect
 from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix, seed_generators
-from shoal.strategies import DistributedStrategy, from_config
+from shoal.strategies import DistributedStrategy, Loop, from_config
 from shoal.strategies.recipe_results import place_of
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
@@ -49,6 +49,30 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
 
     `terminal` is the file descriptor on which the user is told of a hang.
     """
+    if run.body is not None:
+        from shoal.training.own_loop import OwnRun
+
+        return OwnRun(run, world, terminal).train()
+    with open_run(run, world, terminal) as open_at:
+        skip_to: int | None = None
+        while True:
+            with ExitStack() as resources:
+                shell = open_at(resources, skip_to)
+                body = RecipeBody(shell)
+                body.check_best_metric(shell)
+                ended = shell.fit(body)
+            if isinstance(ended, Outcome):
+                return ended
+            skip_to = ended.skip_to
+
+
+OpenShell = Callable[[ExitStack, int | None], Shell]
+"""(resources, skip_to) → the run where it stands; its loaders and loggers are closed with `resources`."""
+
+
+@contextmanager
+def open_run(run: Run, world: World | None = None, terminal: int = 2) -> Iterator[OpenShell]:
+    """Opens the folder and the processes of a run, and closes them at the end of the context."""
     world, distributed = world or detect(), run.config.distributed
     strategy = from_config(run.config, world, group_timeout_seconds(distributed.timeout, distributed.init_timeout))
     check_world(run, world)
@@ -56,22 +80,15 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
             run_lock = folder.enter_context(open_run_folder(run, strategy))
-            recipe = run.recipe_type(run.recipe_config)
+            recipe = run.make_recipe()
             seed_generators(mix(run.config.experiment.seed, "prepare_data"))  # alike on all machines
             once_per_node(world, recipe.prepare_data)
         log = Path(run.config.output_dir) / "logs" / f"rank_{world.rank}.log" if world.size > 1 else None
         watchdog = Watchdog(world, distributed.timeout, distributed.init_timeout, log, terminal)
         with watchdog, strategy:
-            skip_to: int | None = None
-            while True:
-                with ExitStack() as resources:
-                    shell = open_shell(run, strategy, recipe, stop, watchdog, run_lock, resources, skip_to)
-                    body = RecipeBody(shell)
-                    body.check_best_metric(shell)
-                    ended = shell.fit(body)
-                if isinstance(ended, Outcome):
-                    return ended
-                skip_to = ended.skip_to
+            yield lambda resources, skip_to: open_shell(
+                run, strategy, recipe, stop, watchdog, run_lock, resources, skip_to
+            )
 
 
 def open_shell(
@@ -101,7 +118,8 @@ def open_shell(
     watchdog.at("opening the data", 0)
     data = open_data(recipe, config)
     opening("building the model")
-    session = assemble(recipe, strategy, config.training, config.experiment.seed)
+    loop = Loop(strategy) if config.training.body else None
+    session = assemble(recipe, strategy, config.training, config.experiment.seed, loop=loop)
     opening("restoring")
     checkpoints = Checkpoints(run, session, run_lock, warn, skip_to)
     progress = checkpoints.progress
@@ -179,9 +197,10 @@ class RecipeBody:
         self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
         self._report: Report | None = Report(shell)
         self._hooks = shell.hooks
-        self._before_update: Callable[[], None] | None = None
+        self.before_update: Callable[[], None] | None = None
+        """Is called between the backward and the update."""
         if shell.hooks.calls["before_update"]:
-            self._before_update = partial(shell.hooks.call, "before_update")
+            self.before_update = partial(shell.hooks.call, "before_update")
 
     def _follow_evaluations(self, shell: Shell, schedule: PlateauSchedule) -> None:
         """Gives the schedule what it had noted when the checkpoint was saved, and lets it be saved again."""
@@ -191,43 +210,46 @@ class RecipeBody:
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
-            return self._take_first_step(micro_batches, step, self._report)
+            with self.first_step(micro_batches, step):
+                return self.take_step(micro_batches, step)
         set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
         output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        if self._before_update is not None:
-            self._before_update()
+        if self.before_update is not None:
+            self.before_update()
         return output, self.strategy.step(self.optimizer, self._max_norm)
 
-    def _take_first_step(
-        self, micro_batches: Sequence[MicroBatch], step: int, report: Report
-    ) -> tuple[StepOutput, StepInfo]:
-        """Takes a step, watches whether what was asked for engages, and shows what is in force."""
-        self._report, session, observers = None, self.session, report.shell.observers
-        check_forward_writes(
-            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy, report.shell.warn
-        )
-        observers.meter.flops_per_sample = flops_per_sample(
-            session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
-        )
-        session.meta_model = None
-        if step == 0:
-            report.loss = check_loss(self.strategy, self.model, micro_batches[0], self.recipe, report.shell.warn)
-        before_update = self._before_update
+    @contextmanager
+    def first_step(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[None]:
+        """Watches in a first step whether what was asked for engages, and then shows what is in force."""
+        assert self._report is not None
+        report, self._report = self._report, None
+        observers = report.shell.observers
+        self._check_first_batch(report, micro_batches[0], step)
+        self.session.meta_model = None
+        before_update = self.before_update
 
         def look_for_unused() -> None:
             report.unused = find_unused(self.strategy, self.model)
             if before_update is not None:
                 before_update()
 
-        self._before_update = look_for_unused
+        self.before_update = look_for_unused
         with report.watch():
-            taken = self.take_step(micro_batches, step)
-        self._before_update = before_update
+            yield
+        self.before_update = before_update
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
         observers.console.line(str(report))
-        return taken
+
+    def _check_first_batch(self, report: Report, micro: MicroBatch, step: int) -> None:
+        """Checks what the recipe computes for a micro-batch of the first step."""
+        model, shell = self.session.meta_model, report.shell
+        check_forward_writes(model, micro, self.recipe, self._seed, self.strategy, shell.warn)
+        flops = flops_per_sample(model, micro, self.recipe, self._seed, self.strategy.device)
+        shell.observers.meter.flops_per_sample = flops
+        if step == 0:
+            report.loss = check_loss(self.strategy, self.model, micro, self.recipe, shell.warn)
 
     def log(self) -> dict[str, float]:
         return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
@@ -247,16 +269,22 @@ class RecipeBody:
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         metrics: dict[str, float] = {}
         for prefix, loader in shell.loaders.evaluation.items():
-            evaluation = Evaluation(self.session)
-            with self.session.metric_objects.set_aside():
-                for micro_batches in loader:
-                    evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
-                    if shell.agree_to_stop():
-                        return None
-                    shell.watchdog.at("evaluation", shell.step)
-                metrics |= {f"{prefix}{name}": value for name, value in evaluation.values().items()}
+            if (values := self._evaluate_set(loader, shell)) is None:
+                return None
+            metrics |= {f"{prefix}{name}": value for name, value in values.items()}
         self._preview(shell.step)
         return metrics
+
+    def _evaluate_set(self, batches: Iterable[Sequence[MicroBatch]], shell: Shell) -> dict[str, float] | None:
+        """Returns the metrics of a set of data; None if the run has to stop."""
+        evaluation = Evaluation(self.session)
+        with self.session.metric_objects.set_aside():
+            for micro_batches in batches:
+                evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                if shell.agree_to_stop():
+                    return None
+                shell.watchdog.at("evaluation", shell.step)
+            return evaluation.values()
 
     def check_best_metric(self, shell: Shell) -> None:
         """Refuses a `checkpoint.metric` that no evaluation will give, before hours of training.
@@ -264,19 +292,21 @@ class RecipeBody:
         Only the recipe knows the names of its metrics, so the first batch of each set is evaluated for them.
         """
         saving, sets = shell.config.checkpoint, shell.loaders.evaluation
-        if not saving.keep_best or saving.metric in (f"{prefix}loss" for prefix in sets):
+        if not saving.keep_best or self._always_gives(saving.metric, sets):
             return
         shell.watchdog.at("looking for checkpoint.metric", shell.step)
         names: list[str] = []
         with evaluation_mode(self.model):
             for prefix, loader in sets.items():
-                evaluation = Evaluation(self.session)
-                with self.session.metric_objects.set_aside():
-                    for micro_batches in islice(loader, 1):
-                        evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
-                    names += [f"{prefix}{name}" for name in evaluation.values()]
+                if (values := self._evaluate_set(islice(loader, 1), shell)) is None:
+                    return
+                names += [f"{prefix}{name}" for name in values]
         if saving.metric not in names:
             raise unknown_metric(saving.metric, names)
+
+    def _always_gives(self, metric: str, prefixes: Iterable[str]) -> bool:
+        """Returns whether every evaluation has this metric, whatever the recipe is."""
+        return metric in (f"{prefix}loss" for prefix in prefixes)
 
     def _preview(self, step: int) -> None:
         """Asks the recipe for something to look at.

@@ -157,7 +157,7 @@ def why_not(run: Run, candidate: Candidate, procs: int) -> str | None:
 def _why_model_does_not_fit(run: Run, layout: Layout) -> str | None:
     """Returns the reason why the model cannot be split over this mesh, or None. Raises a UserError with it in some
     cases. Builds the model on the meta device, without memory."""
-    recipe = run.recipe_type(run.recipe_config)
+    recipe = run.make_recipe()
     recipe.check_mesh(layout.mesh)
     with parameters_on_meta():
         model = recipe.build_model()
@@ -218,4 +218,5 @@ def with_changes(
         tree["distributed"][key] = {**other_keys, **value} if isinstance(value, dict) else value
     tree["training"] |= training
     tree["launch"] |= {"nodes": 1, "procs_per_node": 1}
-    return check_run(tree)
+    recipe = run.recipe_type if run.recipe_object is None else run.recipe_object
+    return check_run(tree, recipe=recipe, body=run.body)

@@ -23,7 +23,7 @@ from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
-from shoal.strategies import from_config
+from shoal.strategies import Loop, from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.evaluation import Evaluation
@@ -32,7 +32,8 @@ from shoal.training.metric_sums import means, sum_over_ranks, to_host
 from shoal.training.modes import evaluation_mode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
-from shoal.types import MicroBatch, StepOutput, TrainState
+from shoal.types import MicroBatch, StepOutput, TrainState, is_defined
+from shoal.verify.body import GradientsOfBody
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
 
@@ -144,7 +145,8 @@ class _Tracer:
     def __init__(self, run: Run):
         self.run, self.trace = run, Trace()
         self.strategy = from_config(run.config)
-        self.recipe = run.recipe_type(run.recipe_config)
+        self.recipe = run.make_recipe()
+        self._has_loss = is_defined(self.recipe.loss) and is_defined(self.recipe.inputs)
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
     def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
@@ -188,7 +190,7 @@ class _Tracer:
             kept = (value for slots in self.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             next_batch = next(batches)
-            trace.evaluation = [self._evaluate(next_batch)]
+            trace.evaluation = [self._evaluate(next_batch)] if self._has_loss else []
             if shared is not None:
                 self.session.load_state(TrainState(shared.weights, {}))
             self._forward_backward(next_batch, steps)
@@ -239,16 +241,23 @@ class _Tracer:
         return _whole(state.model), moments
 
     def _prepare(self, changes: dict[str, Any]) -> None:
-        training = self.run.config.training.model_copy(update=changes)
+        config, body = self.run.config, self.run.body
+        training = config.training.model_copy(update=changes)
+        if body is not None and self.strategy.held():  # a loop takes a strategy without a model
+            self.strategy = from_config(config, self.strategy.world)
+            self.strategy.setup()
+        loop = Loop(self.strategy) if body is not None else None
         self.session = assemble(
             self.recipe,
             self.strategy,
             training,
-            self.run.config.experiment.seed,
+            config.experiment.seed,
             edit=turn_off_dropout,
             by_recipe=False,
+            loop=loop,
         )
         self.model, self.optimizer = self.session.model, self.session.optimizer
+        self._body = GradientsOfBody(self.session, body) if body is not None else None
         self.trace.frozen_statistics = freeze_batch_statistics(self.model)
 
     def _hooks(self, steps: int) -> Hooks:
@@ -275,9 +284,9 @@ class _Tracer:
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> StepOutput:
         if not counting:
-            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+            return self._compute(micro_batches, step)
         with CountCollectives() as collectives, flop_counter() as flops:
-            output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+            output = self._compute(micro_batches, step)
         self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
         return output
 
@@ -289,8 +298,15 @@ class _Tracer:
                 self.trace.metrics.setdefault(f"train/{name}", []).append(value)
         self.trace.metrics |= {f"train/{name}": [value] for name, value in objects.compute(paths).items()}
 
+    def _compute(self, micro_batches: Sequence[MicroBatch], step: int) -> StepOutput:
+        if self._body is not None:
+            return self._body.forward_backward(micro_batches, step)
+        return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
+
     def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
+        if not self._has_loss:
+            return True
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = set()
         for seed in (1, 2):

@@ -18,6 +18,7 @@ from pool import Pool
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import shoal
 from shoal.checkpoint import (
     Checkpoint,
     DamagedCheckpoint,
@@ -628,3 +629,16 @@ def test_the_file_in_the_place_of_a_frozen_base_is_not_trusted(run: AdapterRun, 
     assert verified["problem"] or verified["missing"]
     assert show(run.checkpoint())["base"].keys() == {str(run.base)}
     assert open_checkpoint(run.step()).stored_state().model.keys() == {*TRAINED, "table"}
+
+
+def test_load_reads_the_frozen_base_from_its_files(run: AdapterRun) -> None:
+    trained = run.train().model.state_dict()
+    from adapter_recipe import AdapterRecipe  # type: ignore[import-not-found]
+
+    model = shoal.load(run.output, recipe=AdapterRecipe)
+    assert run.checkpoint().base.keys() == FROZEN
+    assert same(model.state_dict(), trained)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == FROZEN
+    run.base.rename(run.folder / "moved")
+    with pytest.raises(UserError, match=r"refers to frozen weights, but .*base.safetensors"):
+        shoal.load(run.output, recipe=AdapterRecipe)

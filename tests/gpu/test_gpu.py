@@ -277,6 +277,25 @@ def test_no_step_waits_for_the_device(
     note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")
 
 
+def test_no_step_of_a_loop_of_ones_own_waits_for_the_device(toy: ToyRun, note: Callable[[str, str], None]) -> None:
+    for precision in ("fp32", "bf16", "fp16"):
+        options = {"training.mixed_precision": precision, "experiment.output_dir": toy.folder / precision}
+        with shoal.Run(toy.config, **{**options, "training.gradient_accumulation": 2, "logging.every": 1}) as run:
+            for step in run.steps():
+                torch.cuda.set_sync_debug_mode("error" if step.number > 1 else "default")
+                for batch in step.batches:
+                    with step.accumulate(), run.autocast():
+                        loss = torch.nn.functional.mse_loss(run.model(batch["x"]), batch["y"])
+                        run.backward(loss)
+                        step.log(inside=loss)
+                run.step()
+                step.log(loss=loss)
+                torch.cuda.set_sync_debug_mode("default")
+        assert run.outcome is not None
+        assert run.outcome.step == 10
+    note("host synchronisations in the body of a loop of one's own", "none (torch.cuda.set_sync_debug_mode)")
+
+
 def test_the_published_bdh_is_quick(tmp_path: Path, note: Callable[[str, str], None]) -> None:
     # In a process of its own: the shapes of the other tests would make torch.compile go for dynamic ones.
     (metrics,) = run_function(_train_published_bdh, (str(tmp_path),), 1, "spawn")

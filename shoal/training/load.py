@@ -1,0 +1,90 @@
+"""The trained model of a checkpoint or a run, for use in Python. A checkpoint is data: nothing that it names is run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, step_folders
+from shoal.checkpoint.export import Source, build_model, built_in_recipe, make_recipe, recipe_sections
+from shoal.checkpoint.frozen_base import FrozenBaseError
+from shoal.checkpoint.inspect import as_dict, open_step_folder
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.errors import UserError
+from shoal.strategies.module_state import ModuleState
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    recipe: Any = None,
+    device: str | torch.device = "cpu",
+    which: Literal["latest", "best"] = "latest",
+    average: str | None = None,
+) -> nn.Module:
+    """Returns the model of a checkpoint folder or a run folder, in evaluation mode, whatever layout trained it.
+
+    Of a run folder it is the latest good checkpoint, or the best one. Recipes that shoal ships are found by their
+    names; any other has to be passed: its class, which is built with the checkpoint's config, or an object. `average`
+    names a callback, such as `ema`, whose average is loaded in place of the weights.
+    """
+    path = Path(checkpoint)
+    if which not in ("latest", "best"):
+        raise UserError(f"shoal.load: which = {which!r}: use latest or best")
+    if (path / MANIFEST).exists() or not step_folders(path):
+        try:
+            return _load(open_step_folder(path), recipe, device, average)
+        except DamagedCheckpoint as damage:
+            raise UserError(f"{path} is a damaged checkpoint: {damage}; choose another") from None
+    damages: list[str] = []
+    for folder in _best_first(path) if which == "best" else step_folders(path)[::-1]:
+        try:
+            return _load(open_step_folder(folder), recipe, device, average)
+        except DamagedCheckpoint as damage:
+            damages.append(str(damage))
+            warnings.warn(f"{folder.name} is damaged and passed over: {damage}", stacklevel=2)
+    problem = f"all checkpoints are damaged ({damages[0]})" if damages else "no checkpoint was evaluated"
+    raise UserError(f"{path}: {problem}; choose another folder" + ("" if damages else ", or which='latest'"))
+
+
+def _best_first(run_folder: Path) -> list[Path]:
+    """Returns the evaluated checkpoints of a run, ordered by the metric that the run itself compares."""
+    manager = CheckpointManager(run_folder)
+    for folder in step_folders(run_folder)[::-1]:
+        try:
+            saving = as_dict(as_dict(open_step_folder(folder).manifest.get("config")).get("checkpoint"))
+        except DamagedCheckpoint:
+            continue
+        mode: Literal["min", "max"] = "max" if saving.get("mode") == "max" else "min"
+        manager = CheckpointManager(run_folder, metric=str(saving.get("metric", manager.metric)), mode=mode)
+        break
+    return [manager.path_of(step) for step, _ in manager.best()]
+
+
+def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, average: str | None) -> nn.Module:
+    try:
+        source = Source(checkpoint, dtype=None, adapter_only=False, average=average)
+        model = build_model(_find_recipe(checkpoint, recipe), source, "pass the recipe that it was trained with")
+        stored = {name: tensor.read() for name, tensor in checkpoint.stored_state().strategy.items()}  # type: ignore[attr-defined]
+    except FrozenBaseError as error:
+        raise UserError(f"{checkpoint.folder} refers to frozen weights, but {error}; put the file back") from None
+    ModuleState(model, ()).set_extra_state(stored)
+    return model.to(device)
+
+
+def _find_recipe(checkpoint: Checkpoint, recipe: Any) -> Any:
+    """Returns the recipe that builds the model: the one that was passed, or a built-in one by its name."""
+    if recipe is None:
+        advice = "pass it as shoal.load(..., recipe=MyRecipe)"
+        return make_recipe(*built_in_recipe(checkpoint, "shoal.load", advice))
+    kind = recipe if isinstance(recipe, type) else type(recipe)
+    if not hasattr(kind, "Config"):
+        raise UserError(f"shoal.load: recipe = {recipe!r:.100} is not a recipe; pass a recipe class or object")
+    if kind is not recipe:
+        return recipe
+    return make_recipe(kind.__name__, recipe_sections(checkpoint), kind)
