@@ -52,13 +52,13 @@ def test_public_names() -> None:
     assert {*shoal.__all__} <= {*dir(shoal)}
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         shoal.trian  # noqa: B018
-    page = (ROOT / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "from_python.md").read_text()
     assert [name for name in shoal.__all__ if f"`{name}" not in page and f"shoal.{name}" not in page] == []
 
 
 def test_the_script_in_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (source,) = blocks(ROOT / "docs" / "python.md", "python")
+    (source,) = blocks(ROOT / "docs" / "from_python.md", "python")
     Path("script.py").write_text(source.replace('"max_steps": 50', '"max_steps": 5'))
     names = runpy.run_path("script.py", run_name="__main__")
     assert names["outcome"].step == 5
