@@ -92,8 +92,11 @@ def test_a_recipe_object_without_a_file_and_again(toy: ToyRun, monkeypatch: pyte
     config = (first.output_dir / "config.yaml").read_text()
     assert "recipe: toy_recipe:Toy " in config
     assert "hidden: 5" in config
-    again = shoal.train({"recipe": recipe, **SHORT}, training={"max_steps": 5}, **QUIET)
+    sharded = {"distributed.strategy": "fsdp", "experiment.deterministic": True}  # needs a process group, and settings
+    again = shoal.train({"recipe": recipe, **SHORT}, training={"max_steps": 5}, **sharded, **QUIET)
     assert (again.first_step, again.step) == (3, 5)
+    assert not dist.is_initialized()
+    assert not torch.are_deterministic_algorithms_enabled()
     goes_on = toy.call("train", str(first.output_dir / "config.yaml"), "training.max_steps=6", "training.device=cpu")
     assert goes_on.returncode == 0, goes_on.stderr
     assert "finished at step 6" in goes_on.stdout
