@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
+from shoal.callbacks.average import KIND
+from shoal.checkpoint import open_checkpoint
 from shoal.config import run as config_run
 from shoal.config.from_python import ConfigLike, run_from_python
 from shoal.errors import UserError
@@ -98,7 +101,15 @@ def train_in_processes(run: config_run.Run, train: Callable[..., Outcome], *args
     loads_best = run.config.checkpoint.load_best_model_at_end and not outcome.stopped_by
     path = outcome.best_checkpoint if loads_best else outcome.last_checkpoint
     assert path is not None
-    return replace(outcome, model=load(path, recipe=run.make_recipe()))
+    average = _evaluated_average(run, path) if loads_best else None
+    return replace(outcome, model=load(path, recipe=run.make_recipe(), average=average))
+
+
+def _evaluated_average(run: config_run.Run, checkpoint: Path) -> str | None:
+    """Returns the callback whose average was evaluated in place of the weights, if the checkpoint has it."""
+    kept = open_checkpoint(checkpoint).stored_state().callbacks
+    names = (choice.name for choice in run.callbacks if choice.build().evaluated_weights() == KIND)
+    return next((name for name in names if any(key.startswith(f"{name}/{KIND}/") for key in kept)), None)
 
 
 def _train_as_rank(run: config_run.Run, train: Callable[..., Outcome], args: tuple[Any, ...]) -> Outcome:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from test_docs import blocks
 from verify.runs import bdh
 
 import shoal
+from shoal.api import _evaluated_average
 from shoal.checkpoint import step_folder
 from shoal.config.from_python import run_from_python
 from shoal.errors import UserError
@@ -169,6 +172,29 @@ def test_sections_that_contradict_the_object_are_refused(toy: ToyRun) -> None:
         run_from_python(SHORT, recipe, {"model.hidden": 16}, "x")
 
 
+def test_the_average_that_was_evaluated_is_loaded(toy: ToyRun) -> None:
+    saving = {"checkpoint.keep_best": 1, "checkpoint.load_best_model_at_end": True, "training.eval_steps": 1}
+    options = {**QUIET, **saving, "callbacks": [{"ema": {"decay": 0.5}}]}
+    outcome = shoal.train(toy.config, **SHORT, **options)
+    run = run_from_python(toy.config, None, {**SHORT, **options}, "x")
+    assert _evaluated_average(run, outcome.best_checkpoint) == "ema"
+    plain, average = (shoal.load(outcome.best_checkpoint, recipe=run.recipe_type, average=a) for a in (None, "ema"))
+    assert torch.equal(average[0].weight, outcome.model[0].weight)
+    assert not torch.equal(plain[0].weight, average[0].weight)
+    with pytest.raises(UserError, match=r"average swa: .* has no average of this callback; it has those of ema"):
+        shoal.load(outcome.best_checkpoint, recipe=run.recipe_type, average="swa")
+    shutil.rmtree(toy.output)
+    shoal.train(toy.config, **SHORT, **QUIET)
+    assert _evaluated_average(run, step_folder(toy.output, 3)) is None
+
+
+def test_a_run_has_the_name_of_its_file(toy: ToyRun) -> None:
+    other = toy.config.with_name("other.yaml")
+    other.write_text(re.sub("experiment:.*", "", toy.config.read_text()))
+    assert run_from_python(other, None, {}, "x").config.experiment.name == "other"
+    assert run_from_python(other, None, {"experiment": {"name": "mine"}}, "x").config.experiment.name == "mine"
+
+
 def test_outside_the_main_thread(toy: ToyRun) -> None:
     before = signal.getsignal(signal.SIGINT)
     outcomes: list[Any] = []
@@ -248,7 +274,7 @@ def test_a_signal_is_passed_on(toy: ToyRun, gate: Gate) -> None:
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     stopped_by, step = output.split()[:2]
     assert int(stopped_by) == signal.SIGINT
-    assert 2 < int(step) < 30
+    assert 2 <= int(step) < 30
     assert (step_folder(toy.output, int(step)) / "manifest.json").exists()
 
 

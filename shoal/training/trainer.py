@@ -227,9 +227,12 @@ class RecipeBody:
         self._check_first_batch(report, micro_batches[0], step)
         self.session.meta_model = None
         before_update = self.before_update
+        found: list[list[str]] = []
 
         def look_for_unused() -> None:
-            report.unused = find_unused(self.strategy, self.model)
+            found.append(find_unused(self.strategy, self.model))
+            # A step may have several updates, each with a part of the gradients.
+            report.unused = [name for name in found[0] if all(name in names for names in found)]
             if before_update is not None:
                 before_update()
 

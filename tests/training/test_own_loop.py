@@ -340,6 +340,155 @@ def test_the_best_needs_its_metric(toy: ToyRun, bodies: Any) -> None:
             run.train(bodies.body)
 
 
+CALLBACKS = """
+from shoal.callbacks import Callback
+
+
+class Journal(Callback):
+    calls = []
+
+    def note(self, hook, run, *more):
+        self.calls.append((hook, run.step, *more))
+
+    def on_start(self, run):
+        self.note("on_start", run)
+
+    def before_step(self, run):
+        self.note("before_step", run)
+
+    def before_update(self, run):
+        self.note("before_update", run, len(run.strategy.gradients(run.model)))
+
+    def after_step(self, run):
+        self.note("after_step", run, run.output is not None)
+
+    def after_log(self, run, metrics):
+        self.note("after_log", run)
+
+    def after_evaluation(self, run, metrics):
+        self.note("after_evaluation", run, *metrics)
+
+    def before_save(self, run):
+        self.note("before_save", run)
+
+    def on_end(self, run):
+        self.note("on_end", run)
+
+
+class Halves(Callback):
+    def after_step(self, run):
+        run.scale_learning_rate(0.5)
+        run.log("halves/step", run.step)
+        if run.step == 3:
+            run.stop("enough")
+
+
+class GoesBack(Callback):
+    def after_log(self, run, metrics):
+        run.go_back("it looks bad")
+"""
+
+
+@pytest.fixture
+def hooks(toy: ToyRun) -> Any:
+    (toy.folder / "callbacks_of_test.py").write_text(CALLBACKS)
+    sys.modules.pop("callbacks_of_test", None)
+    import callbacks_of_test
+
+    yield callbacks_of_test
+    sys.modules.pop("callbacks_of_test", None)
+
+
+def test_hooks_are_called_as_in_a_run_of_the_recipe(toy: ToyRun, bodies: Any, hooks: Any) -> None:
+    calls, journal = hooks.Journal.calls, "callbacks=['callbacks_of_test:Journal']"
+    toy.train("training.max_steps=3", "training.eval_steps=2", "logging.every=1", journal)
+    expected = calls[:]
+    assert {hook for hook, *_ in expected} == {
+        name for name in vars(hooks.Journal) if re.match("on_|before|after", name)
+    }
+    calls.clear()
+    options = {**QUIET, "callbacks": ["callbacks_of_test:Journal"], "training.eval_steps": 2}
+    options["experiment.output_dir"] = toy.folder / "b"
+    train_by_hand(toy, bodies.body, **{**options, "training.max_steps": 3})
+    assert calls == expected
+    calls.clear()
+    options["experiment.output_dir"] = toy.folder / "c"
+    with shoal.Run(toy.config, **{**options, "training.max_steps": 9}) as run:
+        for step in run.steps():
+            bodies.body(run, step)
+            if step.number == 3:
+                break
+    assert calls == [call for call in expected if call != ("after_log", 3)]  # a break ends the step before its line
+
+
+def test_hooks_may_change_the_learning_rate_and_end_the_run(toy: ToyRun, bodies: Any, hooks: Any) -> None:
+    options = {"callbacks": ["callbacks_of_test:Halves"], "training.lr_scheduler": "constant"}
+    outcome = train_by_hand(toy, bodies.body, **options)
+    assert (outcome.step, outcome.stop_reason) == (3, "enough")
+    assert toy.metrics("train/learning_rate") == {1: 0.01, 2: 0.005, 3: 0.0025}
+    assert toy.metrics("halves/step") == {1: 1, 2: 2, 3: 3}
+
+
+def test_going_back_is_refused(toy: ToyRun, bodies: Any, hooks: Any) -> None:
+    message = "callbacks: loss_spike: steps that you write yourself cannot be taken back"
+    for callback, text in {"loss_spike": message, "callbacks_of_test:GoesBack": "it looks bad: steps that you"}.items():
+        options = {**QUIET, "callbacks": [callback]}
+        with pytest.raises(UserError, match=text):
+            train_by_hand(toy, bodies.body, **options)
+        with pytest.raises(UserError, match=text):
+            shoal.train(toy.config, **options, **{"training.body": "bodies:body"})
+
+
+def test_an_interrupt_raised_by_a_body_saves(toy: ToyRun, bodies: Any) -> None:
+    def interrupted(run: Any, step: Any) -> None:
+        if step.number == 4:
+            raise KeyboardInterrupt
+        bodies.body(run, step)
+
+    outcome = shoal.Run(toy.config, **QUIET).train(interrupted)
+    assert (outcome.step, outcome.stopped_by) == (3, signal.SIGINT)
+    assert (step_folder(toy.output, 3) / "manifest.json").exists()
+    options = {**QUIET, "experiment.output_dir": toy.folder / "b"}
+    with shoal.Run(toy.config, **options) as run:
+        assert run.train(interrupted).step == 3
+
+
+def test_several_sets_are_evaluated(toy: ToyRun, bodies: Any, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe("return Squares(17)", "return {'old': Squares(17), 'new': Squares(5)}")
+    options = {**QUIET, "training.max_steps": 1, "checkpoint.keep_best": 1, "checkpoint.metric": "eval/new/bias"}
+    with shoal.Run(toy.config, **options) as run:
+        run.evaluation = bodies.evaluation
+        outcome = run.train(bodies.body)
+    found = {name for name in outcome.metrics if name.startswith("eval/")}
+    assert found == {f"eval/{name}/{metric}" for name in ("old", "new") for metric in ("loss", "bias")}
+
+
+def test_parameters_that_no_update_uses_are_reported(toy: ToyRun) -> None:
+    def in_parts(run: Any, step: Any, parts: tuple[int, ...] = (0, 3)) -> None:
+        (batch,) = step.batches
+        for part in parts:
+            loss = torch.nn.functional.mse_loss(run.model(batch["x"]), batch["y"])
+            run.backward(loss)
+            for name, parameter in run.session.model.named_parameters():
+                if not name.startswith(f"{part}."):
+                    parameter.grad = None
+            run.step()
+
+    shoal.Run(toy.config, **QUIET, **{"training.max_steps": 1}).train(in_parts)
+    assert "no gradient" not in (toy.output / "report.txt").read_text()
+    options = {**QUIET, "training.max_steps": 1, "experiment.output_dir": toy.folder / "b"}
+    shoal.Run(toy.config, **options).train(lambda run, step: in_parts(run, step, (0,)))
+    assert re.search(r"3\.weight", (toy.folder / "b" / "report.txt").read_text())
+
+
+def test_any_optimizer_and_schedule_of_the_config(toy: ToyRun, bodies: Any) -> None:
+    options = {"training.optimizer": "lion", "training.lr_scheduler": "one_cycle", "training.max_steps": 4}
+    recipe = [f"{key}={value}" for key, value in options.items()]
+    whole = toy.train(*recipe, f"experiment.output_dir={toy.folder}/b").model.state_dict()
+    for name, tensor in train_by_hand(toy, bodies.body, **options).model.state_dict().items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-5)
+
+
 UNUSED = ("        return nn.Sequential(\n", "        return WithUnused(\n")
 UNUSED_CLASS = """class WithUnused(nn.Sequential):
     def __init__(self, *modules):
@@ -361,7 +510,7 @@ def test_unused_parameters_under_ddp_are_explained(
 ) -> None:
     change_recipe(*UNUSED)
     change_recipe("class Toy", UNUSED_CLASS)
-    with pytest.raises(WorkerFailure, match=r"some parameters took no part in the loss.*find_unused_parameters"):
+    with pytest.raises(WorkerFailure, match=r"took no part in the loss .*unused.*find_unused_parameters"):
         pool2.run(train_as_rank, toy.config, toy.output, "loop", {}, init=False)
     options = {"distributed.ddp.find_unused_parameters": True, "training.max_steps": 2}
     first, second = pool2.run(train_as_rank, toy.config, toy.output, "loop", options, init=False)
