@@ -55,6 +55,8 @@ class Layout:
     compile: bool = False
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     loss_chunks: int = 1
+    sync_batch_norm: bool = False
+    """True if BatchNorm takes its statistics over all data-parallel ranks."""
     not_in_force: Mapping[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect in this layout, each with the reason."""
 
@@ -113,6 +115,7 @@ def layout_of(
         training.compile,
         training.activation_checkpointing,
         training.loss_chunks,
+        training.sync_batch_norm,
         not_in_force,
     )
     for contradictory, message in _contradictions(layout):
@@ -121,6 +124,8 @@ def layout_of(
     if layout.is_sharded_family and layout.engine == "plain":
         idle = dict.fromkeys(_FULLY_SHARD_KEYS, f"nothing is sharded on {say_mesh(layout.mesh)}")
         not_in_force |= _changed("distributed.fsdp", layout.fsdp, idle)
+    if layout.sync_batch_norm and data_size(layout.mesh) * layout.mesh["cp"] == 1:
+        not_in_force["training.sync_batch_norm"] = "there is one data-parallel rank"
     if strategy == "mesh" and layout.mesh["pp"] == 1 and layout.schedule != "1f1b":
         not_in_force["distributed.pipeline.schedule"] = "distributed.mesh.pp is 1"
     return layout
@@ -253,6 +258,17 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
             layout.sequence_parallel and mesh["tp"] == 1,
             "distributed.tensor.sequence_parallel = true is a way of tensor parallelism, but distributed.mesh.tp = 1; "
             "leave it out",
+        ),
+        *(
+            (
+                layout.sync_batch_norm and is_set,
+                f"training.sync_batch_norm = true is not for {setting}; use ddp or fsdp, or leave it out",
+            )
+            for setting, is_set in {
+                f"pipelines (distributed.mesh.pp = {mesh['pp']})": has_stages,
+                "distributed.tensor.sequence_parallel = true": layout.sequence_parallel,
+                "strategy deepspeed": is_deepspeed,
+            }.items()
         ),
         (
             is_deepspeed and precision not in ("fp32", "bf16", "fp16"),

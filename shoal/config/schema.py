@@ -38,6 +38,9 @@ class LoaderConfig(Section):
     """Keep the workers of the evaluation data alive between evaluations."""
     prefetch: Positive = 2
     """Number of micro-batches that each worker loads ahead."""
+    drop_last: bool = False
+    """Leave out the samples at the end of the run that do not fill a global batch. They otherwise make a smaller last
+    step, of at least two samples: a single one takes another from the step before."""
 
 
 class AdamW(Section):
@@ -121,6 +124,9 @@ class TrainingConfig(Section):
     loss_chunks: Positive = 1
     """Compute the loss in this many chunks of a micro-batch, so that all of its logits never exist at once. Saves
     memory for large vocabularies."""
+    sync_batch_norm: bool = False
+    """BatchNorm takes mean and variance over the micro-batches of all data-parallel ranks, instead of each rank over
+    its own. Layouts then compute the same; not for pipelines, sequence parallelism and DeepSpeed."""
 
     optimizer: Annotated[AdamW | SGD, Field(discriminator="name"), short_for("name")] = AdamW()
     """The optimizer: its name, or a section with its name and options."""

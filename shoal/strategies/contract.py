@@ -204,7 +204,8 @@ class DistributedStrategy(ABC):
         count = self.sum_over_data(self._sum([recipe.count(batch) for batch in batches], micro_batches))
         per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
-        losses = self._executor.forward_backward(batches, scales, recipe, step)
+        fillers = [not micro.weight for micro in micro_batches]
+        losses = self._executor.forward_backward(batches, scales, fillers, recipe, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count)
 

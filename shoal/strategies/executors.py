@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.pipeline.pipeline import NOT_SCALAR, Pipeline
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
+from shoal.tensors import module_state_kept
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
 from shoal.types import Objective
@@ -23,11 +25,17 @@ class Surroundings:
     """What surrounds the forward of a micro-batch: seeded generators, autocast, and a head that computes the loss."""
 
     def __init__(
-        self, device: torch.device, precision: str, seed: int, rng_key: tuple[int, ...], head: ChunkedHead | None
+        self,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        rng_key: tuple[int, ...],
+        head: ChunkedHead | None,
+        batch_norms: SyncedBatchNorms | None = None,
     ):
         """Ranks with the same `rng_key` draw the same random numbers (dropout masks, noise)."""
         self.device, self.precision, self.head = device, precision, head
-        self._seed, self._rng_key = seed, rng_key
+        self._seed, self._rng_key, self._batch_norms = seed, rng_key, batch_norms
 
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
@@ -42,6 +50,19 @@ class Surroundings:
         return self._with_head(self.head, recipe.labels(batch), scale)
 
     @contextmanager
+    def filler(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Is entered around the forward of a filler: buffers and extra state stay as they are.
+
+        Synced BatchNorms move with the samples of other ranks.
+        """
+        synced = self._batch_norms
+        with (
+            synced.without_samples() if synced else nullcontext(),
+            module_state_kept(modules, except_for=synced.modules if synced else ()),
+        ):
+            yield
+
+    @contextmanager
     def _with_head(self, head: ChunkedHead, labels: Tensor, scale: Tensor | None) -> Iterator[None]:
         with autocast(self.precision, self.device), head.scoring(labels, scale):
             yield
@@ -54,15 +75,19 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], fillers: Sequence[bool], recipe: Objective, step: int
     ) -> list[Tensor]:
-        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward."""
+        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward.
+
+        `fillers` says which batches are fillers: they change nothing, but take part in all collectives.
+        """
         engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
                 engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, step, 0))
-            for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
-                with engine.accumulate(index == last):
+            for index, (batch, scale, is_filler) in enumerate(zip(batches, scales, fillers, strict=True)):
+                alone = self.surroundings.filler([engine.module]) if is_filler else nullcontext()
+                with engine.accumulate(index == last), alone:
                     with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = recipe.loss(engine.module(**recipe.inputs(batch)), batch)
                     if loss.ndim:
@@ -94,7 +119,7 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], fillers: Sequence[bool], recipe: Objective, step: int
     ) -> list[Tensor]:
         losses = self._zeros(len(batches))
 
@@ -103,7 +128,14 @@ class Overlapped:
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
-        self.pipeline.step([recipe.inputs(b) for b in batches], score, self._enter(recipe, batches, scales, step))
+        enter, modules = self._enter(recipe, batches, scales, step), [stage.module for stage in self.pipeline.stages]
+
+        @contextmanager
+        def around(index: int) -> Iterator[None]:
+            with enter(index), self.surroundings.filler(modules) if fillers[index] else nullcontext():
+                yield
+
+        self.pipeline.step([recipe.inputs(b) for b in batches], score, around)
         return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:

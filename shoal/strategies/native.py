@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.regions import Held, held_of
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
+from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
@@ -97,6 +98,8 @@ class NativeStrategy(DistributedStrategy):
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
         self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
+        synced = layout.sync_batch_norm and self._data_groups
+        batch_norms = SyncedBatchNorms(model, self._data_groups) if synced else None
         self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if layout.is_sharded_family:
@@ -108,7 +111,9 @@ class NativeStrategy(DistributedStrategy):
             if layout.is_sharded_family and layout.fsdp.buffer_dtype:
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
             engine.wrap(model)
-            surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
+            surroundings = Surroundings(
+                self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head, batch_norms
+            )
             self._executor = InTurn(engine, surroundings)
             if sides["pp"] > 1:
                 self._pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 import shoal
 from shoal.config.batch import accumulation
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
+from shoal.parallel.batch_norm import mixing_modules
 from shoal.torch_private import CompileCounts, compile_counts
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
@@ -111,6 +114,8 @@ class Report:
         yield "model", f"{kind}, {sizes}", ("recipe",)
         if session.mode:
             yield "mode", session.mode, ()
+        if mixing := mixing_modules(session.model):
+            yield "mixes samples", self._mixing(mixing), ("training.sync_batch_norm",)
         if names := session.ungrouped:
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
@@ -180,6 +185,9 @@ class Report:
             keys = tuple(key for key in idle if key in sources)
             if keys and not value:
                 yield "not in force", f"{', '.join(keys)}: {decisive} is 0", keys
+        if config.dataset.drop_last and training.max_steps and shell.loaders.epoch_size:
+            why = "training.max_steps ends the run, and every step is full"
+            yield "not in force", f"dataset.drop_last: {why}", ("dataset.drop_last",)
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
@@ -189,6 +197,19 @@ class Report:
             keys = tuple(key for key in sources if f"{key}.".startswith(f"distributed.{section}."))
             if keys and strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
+
+    def _mixing(self, modules: Mapping[str, nn.Module]) -> str:
+        """Says which modules mix the samples of a batch, and over which samples they take their statistics."""
+        kinds = Counter(type(module).__name__.removeprefix("FSDP") for module in modules.values())
+        names = ", ".join([*modules][:3]) + (", …" if len(modules) > 3 else "")
+        counted = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        if self.shell.strategy.data_size == 1:
+            whose = "statistics of each micro-batch"
+        elif self.training.sync_batch_norm:
+            whose = "statistics of the micro-batches of all ranks"
+        else:
+            whose = "each rank uses its own batch's statistics; training.sync_batch_norm shares them"
+        return f"{counted} ({names}); {whose}"
 
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights

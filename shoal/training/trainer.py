@@ -98,7 +98,7 @@ def _warn_of_jump(
     """Warns if changed keys make the learning rate jump where the run goes on."""
     then, now = progress.made_with, run.config.training
     if then and progress.step < total_steps and (then.max_steps or epoch_size):
-        totals = count_steps(then, epoch_size, progress), total_steps
+        totals = count_steps(then, epoch_size, progress, run.config.dataset.drop_last), total_steps
         if jump := say_jump(then, now, totals, progress.step):
             warn(f"going on from {progress.started_from}, {jump}")
 

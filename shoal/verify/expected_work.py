@@ -193,6 +193,10 @@ _BY_STRATEGY = {"single": _replicated, "ddp": _replicated, "fsdp": _sharded, "de
 def expected_work(case: Case) -> ExpectedWork:
     """Returns what a layout should cost each rank."""
     work = _BY_STRATEGY[case.layout.strategy](case)
+    if case.layout.sync_batch_norm and case.layout.world_size > 1:
+        # Statistics are gathered in the forward and summed in the backward; their bytes depend on the model.
+        least = {kind: work.collectives.get(kind, ALLOWED).low for kind in (ALL_GATHER, ALL_REDUCE)}
+        work = replace(work, collectives={**work.collectives, **{kind: Range(low, inf) for kind, low in least.items()}})
     if case.layout.world_size > 1:
         # Persistent buffers are sent before each step.
         return replace(work, collectives={"broadcast": ALLOWED, **work.collectives})

@@ -181,11 +181,15 @@ def _half_weights(run: Run) -> str | None:
 
 
 def reference_run(run: Run, procs: int) -> Run:
-    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled."""
+    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled.
+
+    With synced BatchNorms, which mix the samples of a micro-batch of all ranks, it has these as its micro-batches.
+    """
     batch = derive_batches(run.config.training, procs)[0].global_batch_size
+    micro_batch = _synced_batch_size(run, procs) if run.config.training.sync_batch_norm else batch
     without_options = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
     changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
-    return with_changes(run, changes, {**_batches(batch, batch), **without_options})
+    return with_changes(run, changes, {**_batches(batch, micro_batch), **without_options})
 
 
 def candidate_run(run: Run, candidate: Candidate, procs: int) -> Run:
@@ -193,12 +197,20 @@ def candidate_run(run: Run, candidate: Candidate, procs: int) -> Run:
     into two if it does not say."""
     training, phase = run.config.training, derive_batches(run.config.training, procs)[0]
     batch_size = phase.batch_size
-    if training.batch_size is None:
-        layout = layout_on(with_changes(run, candidate.changes), procs)
+    layout = layout_on(with_changes(run, candidate.changes), procs)
+    if training.sync_batch_norm:
+        batch_size = ceil(_synced_batch_size(run, procs) / data_size(layout.mesh))
+    elif training.batch_size is None:
         configured = 2 if training.gradient_accumulation is None else accumulation(phase, procs)
         least = micro_batches_needed(layout.schedule, layout.mesh["pp"])
         batch_size = ceil(phase.global_batch_size / (max(configured, least) * data_size(layout.mesh)))
     return with_changes(run, candidate.changes, _batches(phase.global_batch_size, batch_size))
+
+
+def _synced_batch_size(run: Run, procs: int) -> int:
+    """Returns the samples of all ranks in one micro-batch."""
+    phase = derive_batches(run.config.training, procs)[0]
+    return min(phase.batch_size * procs, phase.global_batch_size)
 
 
 def _batches(global_batch_size: int, batch_size: int) -> Tree:

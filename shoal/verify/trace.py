@@ -18,11 +18,12 @@ from shoal.config.mesh import coordinates
 from shoal.config.schema import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
+from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
-from shoal.torch_private import BATCH_NORM, TorchDispatchMode
+from shoal.torch_private import TorchDispatchMode
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
@@ -134,7 +135,7 @@ class _Tracer:
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
-        trace.mixing = [name for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)]
+        trace.mixing = [*mixing_modules(self.model)]
         with closing(self._loader()) as loader:
             batches = iter(loader)
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
