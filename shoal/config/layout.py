@@ -137,6 +137,7 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
     It needs neither processes nor the model, so that a command can check before it starts anything.
     """
     layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
+    check_objectives(layout, recipe)
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule
@@ -149,6 +150,23 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
                 f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
             )
     return layout
+
+
+def check_objectives(layout: Layout, recipe: Any) -> None:
+    """Refuses layouts in which a recipe's objectives cannot be taken in turn."""
+    names = ", ".join(recipe.objectives())
+    if not names:
+        return
+    for is_set, setting, advice in (
+        (layout.strategy in ("deepspeed", "mesh"), f"distributed.strategy = {layout.strategy}", "ddp or fsdp"),
+        (layout.precision == "pure_bf16", "training.mixed_precision = pure_bf16", "bf16"),
+        (layout.loss_chunks > 1, f"training.loss_chunks = {layout.loss_chunks}", "1"),
+    ):
+        if is_set:
+            raise UserError(
+                f"{setting} is not for a recipe with several objectives ({names}), whose losses call the model as they "
+                f"like; use {advice}"
+            )
 
 
 def _changed(name: str, section: Section, idle: Mapping[str, str]) -> dict[str, str]:

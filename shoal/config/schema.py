@@ -95,6 +95,17 @@ class ActivationCheckpointingConfig(Section):
         )
 
 
+class ObjectiveConfig(Section):
+    """What one of a recipe's objectives has different; what is left out is as in `training`."""
+
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """The peak learning rate of its optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """The weight decay of its matrices."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip its gradient to this norm."""
+
+
 class TrainingConfig(Section):
     max_steps: Positive | None = None
     """Number of optimizer steps. Give this or `num_epochs`."""
@@ -137,6 +148,9 @@ class TrainingConfig(Section):
     otherwise."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the gradient to this norm. `null`: do not clip."""
+    objectives: dict[str, ObjectiveConfig] = {}  # noqa: RUF012, pydantic copies it
+    """For a recipe with several objectives: by name, `learning_rate`, `weight_decay` and `max_grad_norm` of those that
+    differ, such as `{generator: {learning_rate: 1e-4}}`."""
     max_skipped_steps: Positive = 10
     """Stop the run after this many steps in a row were skipped because the gradient was not finite."""
 

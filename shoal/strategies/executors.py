@@ -83,8 +83,7 @@ class InTurn:
         """
         engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
-            if not engine.is_warm:
-                engine.warm_up(lambda: self._loss(engine.module, batches[0], recipe, step, 0))
+            self.warm_up(batches[0], recipe, step)
             for index, (batch, scale, is_filler) in enumerate(zip(batches, scales, fillers, strict=True)):
                 alone = self.surroundings.filler([engine.module]) if is_filler else nullcontext()
                 with engine.accumulate(index == last), alone:
@@ -97,11 +96,17 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
+            engine.exchange()
         except RuntimeError as error:
             if (explained := engine.explain(error)) is None:
                 raise
             raise explained from error
         return losses
+
+    def warm_up(self, batch: Any, recipe: Objective, step: int) -> None:
+        """Lets the engine see a first forward and backward, if it has to before the first step."""
+        if not self.engine.is_warm:
+            self.engine.warm_up(lambda: self._loss(self.engine.module, batch, recipe, step, 0))
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective) -> list[Tensor]:
         """Computes the losses without a backward."""

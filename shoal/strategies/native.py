@@ -26,6 +26,7 @@ from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_st
 from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
+from shoal.strategies.engines.all_reduce import AllReduceEngine
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -86,6 +87,11 @@ class NativeStrategy(DistributedStrategy):
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
         check_storable(model)
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
+        if kind is DDPEngine and reduction == "sum" and len(builders) > 1:
+            kind = AllReduceEngine
+            idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"})
+            why = "with several objectives gradients are summed after the backward"
+            engaged.not_in_force |= {f"distributed.ddp.{key}": why for key in idle}
         fsdp = layout.fsdp
         wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
         if layout.is_sharded_family:
@@ -102,6 +108,8 @@ class NativeStrategy(DistributedStrategy):
         batch_norms = SyncedBatchNorms(model, self._data_groups) if synced else None
         self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
+        if kind is FSDPEngine and reduction == "sum" and len(builders) > 1:
+            engine.is_warm = False
         if layout.is_sharded_family:
             engine.shard(model, roots, choose_units(model, plan, *wrapped))
         # Memory, from here on.

@@ -16,6 +16,7 @@ from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.torch_private import CompileCounts, compile_counts
+from shoal.training.objectives import Turn
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.precision import HalfWitness
@@ -144,6 +145,9 @@ class Report:
             f"{training.optimizer.name}{fused}, learning rate {training.learning_rate:g}, {training.lr_scheduler.name}",
             ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
         )
+        if session.turns[0].name:
+            in_turn = ", then ".join(map(_say_turn, session.turns))
+            yield "objectives", in_turn, tuple(key for key in sources if key.startswith("training.objectives"))
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if engaged.float8_layers:
@@ -224,3 +228,10 @@ class Report:
             origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         held = "this process held the whole model once" if weights.kind == "built" else ""
         return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
+
+
+def _say_turn(turn: Turn) -> str:
+    """Returns an objective with what it trains, and how."""
+    clip = f"clipped to {turn.max_norm:g}" if turn.max_norm else "not clipped"
+    rate = turn.optimizer.param_groups[0]["initial_lr"]
+    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rate:g}, {clip})"

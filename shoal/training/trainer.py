@@ -22,6 +22,7 @@ from shoal.training.loaders import EVAL_LOSS, count_steps, open_data, open_loade
 from shoal.training.loop import Outcome, Shell
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
+from shoal.training.objectives import combine
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder
@@ -111,17 +112,25 @@ class RecipeBody:
     def __init__(self, shell: Shell):
         session: Session = shell.session
         self.session, self.strategy, self.recipe = session, session.strategy, session.recipe
-        self.model, self.optimizer = session.model, session.optimizer
+        self.model, self.optimizer, self.turns = session.model, session.optimizer, session.turns
         self.schedule = build_schedule(shell.config.training, shell.total_steps)
-        self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
+        self._seed = session.seed
+        self._outputs: list[StepOutput] = []
+        """What each turn of the last step computed."""
         self._report: Report | None = Report(shell)
 
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
             return self._take_first_step(micro_batches, step, self._report)
-        set_learning_rate(self.optimizer, self.schedule(step))
-        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        return output, self.strategy.step(self.optimizer, self._max_norm)
+        outputs, infos = [], []
+        for turn in self.turns:
+            set_learning_rate(turn.optimizer, self.schedule(step))
+            outputs.append(
+                self.strategy.forward_backward(self.model, micro_batches, turn.objective, step, turn.parameters)
+            )
+            infos.append(self.strategy.step(turn.optimizer, turn.max_norm))
+        self._outputs = outputs
+        return combine(outputs, infos)
 
     def _take_first_step(
         self, micro_batches: Sequence[MicroBatch], step: int, report: Report
@@ -141,10 +150,15 @@ class RecipeBody:
         return taken
 
     def log(self) -> dict[str, float]:
-        return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        rates = {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        for turn, output in zip(self.turns, self._outputs, strict=True):
+            if turn.name:
+                rates[f"train/{turn.name}_loss"] = output.loss.item()
+        return rates
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
-        return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
+        reasons = [first_bad_module(self.strategy, self.model, micro_batches[0], turn.objective) for turn in self.turns]
+        return "; ".join(f"{t.name}: {why}" if t.name else why for t, why in zip(self.turns, reasons, strict=True))
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         with evaluation_mode(self.model):
@@ -153,16 +167,19 @@ class RecipeBody:
     def _evaluate(self, shell: Shell) -> dict[str, float] | None:
         assert shell.loaders.evaluation is not None
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
-        total = count = torch.zeros((), device=self.strategy.device)
+        totals = count = torch.zeros(len(self.turns), device=self.strategy.device)
         metrics: dict[str, float] | None = None
         for micro_batches in shell.loaders.evaluation:
-            output = self.strategy.evaluate(self.model, micro_batches, self.recipe)
-            total, count = total + output.total, count + output.count
+            outputs = [self.strategy.evaluate(self.model, micro_batches, turn.objective) for turn in self.turns]
+            totals = totals + torch.stack([output.total for output in outputs])
+            count = count + torch.stack([output.count for output in outputs])
             if shell.agree_to_stop():
                 break
             shell.watchdog.at("evaluation", shell.step)
         else:
-            metrics = {EVAL_LOSS: (total / count).item()}
+            losses = (totals / count).tolist()
+            metrics = {EVAL_LOSS: sum(losses)}
+            metrics |= {f"eval/{t.name}_loss": loss for t, loss in zip(self.turns, losses, strict=True) if t.name}
             self._preview(shell.step)
         return metrics
 

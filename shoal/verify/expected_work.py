@@ -76,6 +76,8 @@ class Case:
     """The shapes of all parameters, by name."""
     trained: Collection[str]
     """The names of the parameters that have gradients."""
+    has_objectives: bool = False
+    """True if a step has several losses, each of some parameters, which use parameters as often as they like."""
 
     @property
     def recomputes(self) -> bool:
@@ -193,6 +195,8 @@ _BY_STRATEGY = {"single": _replicated, "ddp": _replicated, "fsdp": _sharded, "de
 def expected_work(case: Case) -> ExpectedWork:
     """Returns what a layout should cost each rank."""
     work = _BY_STRATEGY[case.layout.strategy](case)
+    if case.has_objectives and case.layout.strategy == "fsdp":
+        work = replace(work, collectives=dict.fromkeys(work.collectives, REQUIRED))
     if case.layout.sync_batch_norm and case.layout.world_size > 1:
         # Statistics are gathered in the forward and summed in the backward; their bytes depend on the model.
         least = {kind: work.collectives.get(kind, ALLOWED).low for kind in (ALL_GATHER, ALL_REDUCE)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.config import Run, check_run, derive_batches
 from shoal.config.batch import accumulation
-from shoal.config.layout import Layout, layout_of
+from shoal.config.layout import Layout, check_objectives, layout_of
 from shoal.config.mesh import data_size, micro_batches_needed, say_mesh
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.yaml import Tree
@@ -149,6 +149,7 @@ def why_not(run: Run, candidate: Candidate, procs: int) -> str | None:
         if -1 in mesh.values() and procs < needed:
             return f"{procs} processes are too few for this mesh; use --procs {needed} or more"
         layout = layout_on(new_run, procs)
+        check_objectives(layout, run.recipe_type(run.recipe_config))
         return _why_model_does_not_fit(new_run, layout) if strategy == "mesh" else None
     except UserError as error:
         return str(error)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import TorchDispatchMode
+from shoal.training.objectives import Turn
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
 from shoal.types import MicroBatch, TrainState
@@ -32,7 +34,7 @@ from shoal.verify.gradients import set_gradients
 
 UPDATE_LEARNING_RATE = 0.01
 """For the update alone: large enough that weight decay is far above the precision of the weights."""
-SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
+SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0, "objectives": {}}
 
 
 @dataclass(frozen=True)
@@ -140,36 +142,44 @@ class _Tracer:
             batches = iter(loader)
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
-                with watch if step == 0 else nullcontext():
-                    loss = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
-                if step == 0:
-                    trace.rng = self._rng()
-                    if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(micro_batches):
-                        trace.draws = watch.draws
-                    trace.gradients = self._gradients()
-                    trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
-                    set_learning_rate(self.optimizer, 1 / max(1.0, trace.max_norm))  # no update longer than 0.1
-                self._note_desync(micro_batches, loader)
-                trace.losses.append(loss)
-                trace.grad_norms.append(self.strategy.step(self.optimizer, trace.max_norm).grad_norm.item())
+                if step < 2:  # the first sets things up
+                    trace.flops, trace.collective_bytes = 0, {}
+                for turn in self.turns:
+                    with watch if step == 0 else nullcontext():
+                        loss = self._forward_backward(turn, micro_batches, step, counting=step < 2)
+                    if step == 0:
+                        if turn is self.turns[0]:
+                            trace.rng = self._rng()
+                            trace.max_norm = shared.max_norm if shared else norm(self._gradients()) / 2
+                            self._set_learning_rates(1 / max(1.0, trace.max_norm))  # no update longer than 0.1
+                        if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(turn, micro_batches):
+                            trace.draws = watch.draws
+                        trace.gradients |= self._gradients()
+                    self._note_desync(micro_batches, loader)
+                    trace.losses.append(loss)
+                    trace.grad_norms.append(self.strategy.step(turn.optimizer, trace.max_norm).grad_norm.item())
             trace.sgd_weights = _whole(self.session.state().model)
-            kept = (value for slots in self.optimizer.state.values() for value in slots.values())
+            kept = (value for turn in self.turns for slots in turn.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             next_batch = next(batches)
-            trace.evaluation = [self._evaluate(next_batch)]
+            trace.evaluation = self._evaluate(next_batch)
             if shared is not None:
                 self.session.load_state(TrainState(shared.weights, {}))
-            self._forward_backward(next_batch, steps)
-            trace.later_gradients = self._gradients()
+            for turn in self.turns:
+                if turn is not self.turns[0]:
+                    self.model.zero_grad()
+                self._forward_backward(turn, next_batch, steps)
+                trace.later_gradients |= self._gradients()
 
     def train_with_adamw(self, steps: int) -> None:
         training = self.run.config.training
         optimizer = training.optimizer if isinstance(training.optimizer, AdamW) else AdamW()
-        self._prepare({"optimizer": optimizer, "weight_decay": training.weight_decay or 0.1})
+        self._prepare({"optimizer": optimizer, "weight_decay": training.weight_decay or 0.1, "objectives": {}})
         with closing(self._loader()) as loader:
             for step, micro_batches in enumerate(islice(loader, steps)):
-                self._forward_backward(micro_batches, step)
-                self.strategy.step(self.optimizer, self.trace.max_norm)
+                for turn in self.turns:
+                    self._forward_backward(turn, micro_batches, step)
+                    self.strategy.step(turn.optimizer, self.trace.max_norm)
         self.trace.adamw_weights = _whole(self.session.state().model)
 
     def update_alone(self, shared: Shared) -> None:
@@ -178,7 +188,7 @@ class _Tracer:
         After the first update, state is collected and loaded, as a checkpoint is. The second gradient is another one:
         with the first one again, AdamW would take the same step whatever its betas are.
         """
-        set_learning_rate(self.optimizer, UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
+        self._set_learning_rates(UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
         self.session.load_state(TrainState(self.trace.start, {}))
         self.trace.updated, moments = self._update_with(shared.gradients, shared.max_norm)
         self.trace.moments = {f"{name} {slot}": t for name, slots in moments.items() for slot, t in slots.items()}
@@ -191,9 +201,11 @@ class _Tracer:
         """Returns the whole weights and optimizer state after an update with these gradients."""
         if self.strategy.layout.engine == "deepspeed":
             with closing(self._loader()) as loader:
-                self._forward_backward(next(iter(loader)), 0)
-        set_gradients(self.strategy, self.model, gradients, self._loss_scale())
-        self.trace.update_norms.append(self.strategy.step(self.optimizer, max_norm).grad_norm.item())
+                self._forward_backward(self.turns[0], next(iter(loader)), 0)
+        for turn in self.turns:
+            its = gradients if turn.parameters is None else {name: gradients[name] for name in turn.parameters}
+            set_gradients(self.strategy, self.model, its, self._loss_scale())
+            self.trace.update_norms.append(self.strategy.step(turn.optimizer, max_norm).grad_norm.item())
         state = self.session.state()
         flat = _whole({f"{name} {slot}": t for name, slots in state.optimizer.items() for slot, t in slots.items()})
         moments: dict[str, dict[str, Tensor]] = {}
@@ -207,39 +219,49 @@ class _Tracer:
         self.session = assemble(
             self.recipe, self.strategy, training, self.run.config.experiment.seed, edit=turn_off_dropout
         )
-        self.model, self.optimizer = self.session.model, self.session.optimizer
+        self.model, self.turns = self.session.model, self.session.turns
+
+    def _set_learning_rates(self, factor: float) -> None:
+        for turn in self.turns:
+            set_learning_rate(turn.optimizer, factor)
 
     def _loader(self) -> Loader:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
         return self.session.loader(self.recipe.train_data(), batches)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> float:
+    def _forward_backward(
+        self, turn: Turn, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False
+    ) -> float:
+        compute = partial(
+            self.strategy.forward_backward, self.model, micro_batches, turn.objective, step, turn.parameters
+        )
         if not counting:
-            return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step).loss.item()
+            return compute().loss.item()
         with CountCollectives() as collectives, flop_counter() as flops:
-            output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
+            output = compute()
+        self.trace.flops += flops.get_total_flops()
+        self.trace.collective_bytes = dict(collectives.bytes + Counter(self.trace.collective_bytes))
         return output.loss.item()
 
-    def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
+    def _seed_matters(self, turn: Turn, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = set()
         for seed in (1, 2):
             hook = seed_at_forward(self.model, seed, self.strategy.device)
-            losses.add(self.strategy.evaluate(self.model, micro_batches, self.recipe).total.item())
+            losses.add(self.strategy.evaluate(self.model, micro_batches, turn.objective).total.item())
             hook.remove()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
         return len(losses) > 1
 
-    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Returns the loss of an evaluation as a run makes it."""
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
+        """Returns the losses of an evaluation as a run makes it."""
         self.model.eval()
         self.strategy.sync_buffers(self.model)
-        loss = self.strategy.evaluate(self.model, micro_batches, self.recipe).loss.item()
+        outputs = [self.strategy.evaluate(self.model, micro_batches, turn.objective) for turn in self.turns]
         self.model.train()
-        return loss
+        return [output.loss.item() for output in outputs]
 
     def _rng(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strategy, device = self.strategy, self.strategy.device

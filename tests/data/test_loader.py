@@ -150,7 +150,7 @@ def test_fillers_repeat_the_first_samples_of_the_step_with_weight_0():
         next(iter(Loader(Numbers(100), stack, batches, seed=0, data_rank=r, data_size=3, shuffle=False)))
         for r in range(3)
     ]
-    assert [(list(m.ids), m.weight) for [m] in ranks] == [([0, 1, 2, 3], 1), ([4], 1), ([0, 1, 2, 3], 0)]
+    assert [(list(m.ids), m.weight) for [m] in ranks] == [([0, 1, 2], 1), ([3, 4], 1), ([0, 1, 2, 3], 0)]
     [filler] = next(iter(Loader(Numbers(100), stack, BatchSchedule.constant(1, 3), seed=0, data_rank=1, data_size=2)))
     assert len(filler.ids) == 3
     assert filler.weight == 0

@@ -52,6 +52,9 @@ class PlainEngine:
     def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
         """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
 
+    def exchange(self) -> None:
+        """Runs after the last backward of a step, for an engine that does not exchange gradients in the backward."""
+
     def reshard(self) -> None:
         """Frees gathered parameters, so that the model's parameters are the sharded ones."""
 
