@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
-from shoal.config.batch import accumulation
+from shoal.config.batch import accumulation, leaves_one
 from shoal.config.layout import Layout
 from shoal.config.mesh import data_size
 from shoal.types import BatchPhase
@@ -94,7 +94,9 @@ class Case:
         """The fraction of a step's samples, including fillers, on the rank that runs the most."""
         if self.layout.compile:
             return None  # torch's FLOP counter does not see compiled matrix products
-        fraction = min(1.0, self.micro_batches * self.batches.batch_size / self.batches.global_batch_size)
+        batch_size, samples = self.batches.batch_size, self.batches.global_batch_size
+        joined = batch_size == 2 and leaves_one(samples, batch_size)  # a micro-batch of three; see `num_runs`
+        fraction = min(1.0, (self.micro_batches * batch_size + joined) / samples)
         return fraction * 4 / 3 if self.recomputes else fraction
 
     def numel(self, names: Collection[str]) -> int:

@@ -100,12 +100,41 @@ def test_a_run_is_what_a_plain_loop_computes(tmp_path: Path) -> None:
     assert "discriminator (6 tensors, learning rate 0.001, not clipped), then generator (6 tensors, learn" in report
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp_shard_grad_op"])
-def test_layouts_are_proved(pool2: Pool, tmp_path: Path, layout: str) -> None:
-    run = gan(tmp_path, "training.global_batch_size=11")
-    (verdict,) = prove(run, 2, [layout], 2, runner=runner_on(pool2, adamw=layout == "fsdp"))
+RAGGED = "training.global_batch_size=11"
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        ("ddp", ()),
+        ("fsdp", ("distributed.fsdp.wrap_classes=[Sequential]",)),
+        pytest.param("fsdp", ("training.mixed_precision=bf16",), marks=pytest.mark.slow),
+        pytest.param("fsdp_shard_grad_op", ("distributed.fsdp.wrap_classes=[Linear]",), marks=pytest.mark.slow),
+        pytest.param("fsdp_no_shard", (), marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp",
+            (
+                "training.activation_checkpointing={mode: full, classes: [Sequential]}",
+                "distributed.fsdp.reduce_every_micro_batch=true",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ddp", ("training.mixed_precision=bf16", "distributed.ddp.static_graph=true"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_layouts_are_proved(pool2: Pool, tmp_path: Path, layout: str, keys: tuple[str, ...]) -> None:
+    (verdict,) = prove(gan(tmp_path, RAGGED, *keys), 2, [layout], 2, runner=runner_on(pool2, adamw=layout == "ddp"))
     assert failed(verdict) == {}
     assert verdict.outcome == "same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp_hybrid"])
+def test_layouts_are_proved_on_four(pool4: Pool, tmp_path: Path, layout: str) -> None:
+    (verdict,) = prove(gan(tmp_path, RAGGED, "training.batch_size=2"), 4, [layout], runner=runner_on(pool4))
+    assert failed(verdict) == {}
 
 
 def train_with(run: Run, world: World | None = None) -> None:
