@@ -226,7 +226,7 @@ class DistributedStrategy(ABC):
         if trained is not None and isinstance(self._executor, InTurn):
             self._executor.warm_up(batches[0], recipe, step)
         with nullcontext() if trained is None else self._training_alone(model, trained):
-            losses = self._executor.forward_backward(batches, scales, fillers, recipe, step)
+            losses = self._executor.forward_backward(batches, scales, recipe, step, fillers)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count)
 

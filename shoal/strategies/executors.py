@@ -75,7 +75,7 @@ class InTurn:
         self.engine, self.surroundings = engine, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], fillers: Sequence[bool], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int, fillers: Sequence[bool]
     ) -> list[Tensor]:
         """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward.
 
@@ -124,7 +124,7 @@ class Overlapped:
         self.pipeline, self.surroundings = pipeline, surroundings
 
     def forward_backward(
-        self, batches: Sequence[Any], scales: Sequence[Tensor], fillers: Sequence[bool], recipe: Objective, step: int
+        self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, step: int, fillers: Sequence[bool]
     ) -> list[Tensor]:
         losses = self._zeros(len(batches))
 

@@ -346,10 +346,10 @@ def _without_last_micro_batch(score: Any) -> Any:
 
 
 def _compute_twice(forward_backward: Any) -> Any:
-    def twice(self: InTurn, batches: Any, scales: Any, recipe: Any, step: int) -> Any:
+    def twice(self: InTurn, batches: Any, scales: Any, recipe: Any, *rest: Any) -> Any:
         with torch.no_grad():
             self.score(self.engine.module, batches, recipe)
-        return forward_backward(self, batches, scales, recipe, step)
+        return forward_backward(self, batches, scales, recipe, *rest)
 
     return twice
 
