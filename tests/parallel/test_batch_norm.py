@@ -10,6 +10,7 @@ import torch
 from pool import Pool
 from strategies.nets import PLAN, Net, Points, adamw, make, micro_batch, rows
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from verify.runs import failed, ragged, runner_on
 
 from shoal.errors import UserError
@@ -21,19 +22,22 @@ BUILT = Weights("built")
 
 
 def synced(kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, Any], counted: int) -> list[float]:
-    """Returns how far a synced BatchNorm is from one device with the first `counted` of ranks' batches 0:5 and 5:8.
+    """Returns how far a synced BatchNorm is from one device with the first `counted` of eight samples.
 
-    Compares outputs, gradients and running statistics of two batches, and the output of an evaluation after them.
+    Two ranks have the samples 0:5 and 5:8; four have one to three, on two sides of a mesh. Compares outputs, gradients
+    and running statistics of two batches, and the output of an evaluation after them.
     """
     torch.manual_seed(0)
-    rank = torch.distributed.get_rank()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")) if size == 4 else None
     whole, mine = kind(3, **options).double(), kind(3, **options).double()
-    sync = SyncedBatchNorms(mine, [None])
+    sync = SyncedBatchNorms(mine, mesh.get_all_groups() if mesh else [None])
     differences = []
     for _ in range(2):
         values, upstream = torch.randn(2, 8, 3, *shape, dtype=torch.float64)
         upstream[counted:] = 0
-        place = slice(0, 5) if rank == 0 else slice(5, 8)
+        ends = [0, 1, 3, 5, 8] if mesh else [0, 5, 8]
+        place = slice(ends[rank], ends[rank + 1])
         one = values[:counted].clone().requires_grad_()
         output = whole(one)
         output.backward(upstream[:counted])
@@ -71,6 +75,13 @@ def test_synced_statistics_are_those_of_one_device(
     pool2: Pool, kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, Any], counted: int
 ) -> None:
     for differences in pool2.run(synced, kind, shape, options, counted):
+        assert max(differences) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [8, 5])
+def test_statistics_are_synced_over_two_sides_of_a_mesh(pool4: Pool, counted: int) -> None:
+    for differences in pool4.run(synced, nn.BatchNorm2d, (2, 3), {}, counted):
         assert max(differences) < 1e-12
 
 

@@ -119,13 +119,14 @@ RAGGED = "training.global_batch_size=11"
             ),
             marks=pytest.mark.slow,
         ),
+        pytest.param("ddp", ("training.mixed_precision=fp16",), marks=pytest.mark.slow),
         pytest.param(
             "ddp", ("training.mixed_precision=bf16", "distributed.ddp.static_graph=true"), marks=pytest.mark.slow
         ),
     ],
 )
 def test_layouts_are_proved(pool2: Pool, tmp_path: Path, layout: str, keys: tuple[str, ...]) -> None:
-    (verdict,) = prove(gan(tmp_path, RAGGED, *keys), 2, [layout], 2, runner=runner_on(pool2, adamw=layout == "ddp"))
+    (verdict,) = prove(gan(tmp_path, RAGGED, *keys), 2, [layout], 2, runner=runner_on(pool2, adamw=False))
     assert failed(verdict) == {}
     assert verdict.outcome == "same"
 
@@ -148,7 +149,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {**state.model, **moments}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_as_an_undisturbed_one(pool2: Pool, tmp_path: Path, strategy: str) -> None:
     run = gan(tmp_path / "out", f"distributed.strategy={strategy}")
 
