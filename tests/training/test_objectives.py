@@ -108,7 +108,15 @@ RAGGED = "training.global_batch_size=11"
     [
         ("ddp", ()),
         ("fsdp", ("distributed.fsdp.wrap_classes=[Sequential]",)),
-        pytest.param("fsdp", ("training.mixed_precision=bf16",), marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp",
+            (
+                "training.mixed_precision=bf16",
+                "distributed.fsdp.param_dtype=bf16",
+                "distributed.fsdp.wrap_classes=[Sequential]",
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("fsdp_shard_grad_op", ("distributed.fsdp.wrap_classes=[Linear]",), marks=pytest.mark.slow),
         pytest.param("fsdp_no_shard", (), marks=pytest.mark.slow),
         pytest.param(
@@ -195,7 +203,13 @@ def gradient_names(run: Run) -> dict[str, list[str]]:
 
 def test_others_get_no_gradient(pool2: Pool, tmp_path: Path) -> None:
     expected = {"discriminator": ["discriminator"], "generator": ["generator"]}
-    for run in (gan(tmp_path, f"distributed.strategy={strategy}") for strategy in ("ddp", "fsdp")):
+    # Units that begin without gradients are reduced in the dtype of their parameters all the same.
+    in_bf16 = (
+        *("training.mixed_precision=bf16", "distributed.fsdp.param_dtype=bf16"),
+        "distributed.fsdp.wrap_classes=[Sequential]",
+    )
+    for strategy, keys in (("ddp", ()), ("fsdp", in_bf16)):
+        run = gan(tmp_path, f"distributed.strategy={strategy}", *keys)
         assert pool2.run(gradient_names, run, init=False) == [expected, expected]
 
 
