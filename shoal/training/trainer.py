@@ -32,6 +32,7 @@ from shoal.training.loop import Outcome, Shell
 from shoal.training.loss_check import check_loss
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
+from shoal.training.objectives import combine, evaluate_turns
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
@@ -159,7 +160,7 @@ def _warn_of_jump(
     if schedule_is_by_recipe(recipe, total_steps):
         return
     if then and progress.step < total_steps and (then.max_steps or epoch_size):
-        totals = count_steps(then, epoch_size, progress), total_steps
+        totals = count_steps(then, epoch_size, progress, run.config.dataset.drop_last), total_steps
         if jump := say_jump(then, now, totals, progress.step):
             warn(f"going on from {progress.started_from}, {jump}")
 
@@ -172,11 +173,11 @@ class RecipeBody:
     def __init__(self, shell: Shell):
         session: Session = shell.session
         self.session, self.strategy, self.recipe = session, session.strategy, session.recipe
-        self.model, self.optimizer = session.model, session.optimizer
+        self.model, self.turns = session.model, session.turns
         self.schedule = build_schedule(shell.config.training, shell.total_steps, session.recipe)
         if isinstance(self.schedule, PlateauSchedule):
             self._follow_evaluations(shell, self.schedule)
-        self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
+        self._seed = session.seed
         self._report: Report | None = Report(shell)
         self._hooks = shell.hooks
         self._before_update: Callable[[], None] | None = None
@@ -192,11 +193,16 @@ class RecipeBody:
     def take_step(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[StepOutput, StepInfo]:
         if self._report is not None:
             return self._take_first_step(micro_batches, step, self._report)
-        set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
-        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        if self._before_update is not None:
-            self._before_update()
-        return output, self.strategy.step(self.optimizer, self._max_norm)
+        rate, outputs, infos = self.schedule(step) * self._hooks.run.learning_rate_scale, [], []
+        for turn in self.turns:
+            set_learning_rate(turn.optimizer, rate)
+            outputs.append(
+                self.strategy.forward_backward(self.model, micro_batches, turn.objective, step, turn.parameters)
+            )
+            if self._before_update is not None:
+                self._before_update()
+            infos.append(self.strategy.step(turn.optimizer, turn.max_norm))
+        return combine(outputs, infos)
 
     def _take_first_step(
         self, micro_batches: Sequence[MicroBatch], step: int, report: Report
@@ -210,12 +216,12 @@ class RecipeBody:
             session.meta_model, micro_batches[0], self.recipe, self._seed, self.strategy.device
         )
         session.meta_model = None
-        if step == 0:
+        if step == 0 and self.turns[0].parameters is None:
             report.loss = check_loss(self.strategy, self.model, micro_batches[0], self.recipe, report.shell.warn)
-        before_update = self._before_update
+        before_update, unused_by_turn = self._before_update, list[list[str]]()
 
         def look_for_unused() -> None:
-            report.unused = find_unused(self.strategy, self.model)
+            unused_by_turn.append(find_unused(self.strategy, self.model))
             if before_update is not None:
                 before_update()
 
@@ -223,6 +229,7 @@ class RecipeBody:
         with report.watch():
             taken = self.take_step(micro_batches, step)
         self._before_update = before_update
+        report.unused = [name for name in unused_by_turn[0] if all(name in unused for unused in unused_by_turn)]
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
@@ -230,10 +237,11 @@ class RecipeBody:
         return taken
 
     def log(self) -> dict[str, float]:
-        return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"]}
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
-        return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
+        reasons = [first_bad_module(self.strategy, self.model, micro_batches[0], turn.objective) for turn in self.turns]
+        return "; ".join(f"{t.name}: {why}" if t.name else why for t, why in zip(self.turns, reasons, strict=True))
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         with evaluation_mode(self.model):
@@ -250,7 +258,7 @@ class RecipeBody:
             evaluation = Evaluation(self.session)
             with self.session.metric_objects.set_aside():
                 for micro_batches in loader:
-                    evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                    evaluation.add(evaluate_turns(self.strategy, self.model, micro_batches, self.turns))
                     if shell.agree_to_stop():
                         return None
                     shell.watchdog.at("evaluation", shell.step)
@@ -273,7 +281,7 @@ class RecipeBody:
                 evaluation = Evaluation(self.session)
                 with self.session.metric_objects.set_aside():
                     for micro_batches in islice(loader, 1):
-                        evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                        evaluation.add(evaluate_turns(self.strategy, self.model, micro_batches, self.turns))
                     names += [f"{prefix}{name}" for name in evaluation.values()]
         if saving.metric not in names:
             raise unknown_metric(saving.metric, names)
