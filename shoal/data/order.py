@@ -7,6 +7,7 @@ sequence, and the ranks split that slice into micro-batches. To resume, the numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
@@ -150,16 +151,18 @@ class BatchSchedule:
         return steps, position, last
 
 
-def micro_batch_slices(step_size: int, batch_size: int, data_size: int, data_rank: int) -> list[range]:
+@lru_cache(maxsize=8)
+def micro_batch_slices(step_size: int, batch_size: int, data_size: int, data_rank: int) -> tuple[range, ...]:
     """Returns which samples of a step, counted from its first one, go into each micro-batch of one rank.
 
     The step is split into runs of `batch_size`: micro-batch 0 of every rank, then micro-batch 1 of every rank, and so
     on. All ranks get the same number of micro-batches, because they run collectives together; the last one may be short
-    or empty.
+    or empty. Most steps have the same size, so the answer is kept.
     """
     number = -(-num_runs(step_size, batch_size) // data_size)
 
     def start(run: int) -> int:
         return run_start(run, step_size, batch_size)
 
-    return [range(start(run), start(run + 1)) for run in range(data_rank, data_rank + number * data_size, data_size)]
+    runs = range(data_rank, data_rank + number * data_size, data_size)
+    return tuple(range(start(run), start(run + 1)) for run in runs)

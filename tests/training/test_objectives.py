@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -265,3 +266,114 @@ def test_parameters_of_no_objective_are_frozen(tmp_path: Path, monkeypatch: pyte
         session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, 0)
     assert all(name.startswith("discriminator") for name in session.ungrouped)
     assert len(session.ungrouped) == 6
+
+
+def test_metrics_of_one_output_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = gan(tmp_path)
+    monkeypatch.setattr(run.recipe_type, "has_metrics", True)
+    with pytest.raises(UserError, match=r"recipe RingGan: metrics is not called with several objectives \(discr"):
+        check_layout(run.config, run.recipe_type(run.recipe_config), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [(lambda loss: loss.item(), "float for discriminator"), (lambda loss: loss[None], r"of shape \[1\]")],
+)
+def test_a_loss_that_is_no_number_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: Any, words: str
+) -> None:
+    run = gan(tmp_path)
+    objective_loss = run.recipe_type.objective_loss
+
+    def wrong(self: Any, *args: Any) -> Any:
+        return returned(objective_loss(self, *args))
+
+    monkeypatch.setattr(run.recipe_type, "objective_loss", wrong)
+    with pytest.raises(UserError, match=rf"test_objectives.py:\d+: objective_loss returned a .*{words}"):
+        train(run)
+
+
+def test_hooks_see_the_gradients_of_each_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen, rates = gan(tmp_path, "training.max_steps=2", "training.lr_scheduler=constant"), [], []
+
+    def before_update(self: Any, handle: Any) -> None:
+        seen.append({name.split(".")[0] for name in handle.strategy.gradients(handle.model)})
+
+    def after_step(self: Any, handle: Any) -> None:
+        rates.append(handle.optimizer.param_groups[0]["lr"])
+        handle.scale_learning_rate(0.5)
+
+    monkeypatch.setattr(run.recipe_type, "before_update", before_update)
+    monkeypatch.setattr(run.recipe_type, "after_step", after_step)
+    train(run)
+    assert seen == [{"discriminator"}, {"generator"}] * 2
+    assert rates == [1e-3, 5e-4]
+
+
+def test_the_log_has_means_since_the_last_line(tmp_path: Path) -> None:
+    every, rare = (
+        train(gan(tmp_path / str(steps), "training.max_steps=3", f"logging.every={steps}")).metrics for steps in (1, 3)
+    )
+    lines = [json.loads(line) for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/generator_loss"] for line in lines if "train/generator_loss" in line]
+    assert len(losses) == 3
+    assert every["train/generator_loss"] == losses[-1]
+    assert rare["train/generator_loss"] == pytest.approx(sum(losses[1:]) / 2, rel=1e-6)  # the first has its line
+
+
+def test_a_recipe_builds_an_optimizer_for_each_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = gan(tmp_path)
+    monkeypatch.setattr(run.recipe_type, "build_optimizer", lambda self, groups: torch.optim.RMSprop(groups))
+    with SingleStrategy(device="cpu") as strategy:
+        session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, 0)
+    names = {id(parameter): name.split(".")[0] for name, parameter in session.model.named_parameters()}
+    for turn, rate in zip(session.turns, (1e-3, 5e-4), strict=True):
+        assert isinstance(turn.optimizer, torch.optim.RMSprop)
+        groups = turn.optimizer.param_groups
+        assert {names[id(parameter)] for group in groups for parameter in group["params"]} == {turn.name}
+        assert {group["initial_lr"] for group in groups} == {rate}
+
+
+def test_unused_parameters_are_those_that_no_objective_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = gan(tmp_path, "training.max_steps=1")
+    build_model = run.recipe_type.build_model
+
+    def with_spare(self: Any) -> nn.Module:
+        model = build_model(self)
+        model.generator.spare = nn.Linear(1, 1, bias=False)
+        model.generator.forward = lambda x: nn.Sequential(*[*model.generator][:-1])(x)
+        return model
+
+    monkeypatch.setattr(run.recipe_type, "build_model", with_spare)
+    train(run)
+    report = (tmp_path / "report.txt").read_text()
+    (row,) = [line for line in report.splitlines() if "generator.spare.weight" in line]
+    assert "discriminator" not in row
+    assert "generator.0" not in row
+
+
+def test_an_average_is_kept_and_statistics_of_an_average_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(gan(tmp_path / "ema", "training.max_steps=2", "callbacks=[ema]"))
+    stored = open_checkpoint(tmp_path / "ema" / "checkpoints" / "step_00000002").read().callbacks
+    assert len([name for name in stored if name.startswith("ema/")]) >= 12
+    run = gan(tmp_path / "swa", "callbacks=[{name: swa, start_step: 1}]")
+    build_model = run.recipe_type.build_model
+
+    def with_norm(self: Any) -> nn.Module:
+        model = build_model(self)
+        model.generator.append(nn.BatchNorm1d(2))
+        return model
+
+    monkeypatch.setattr(run.recipe_type, "build_model", with_norm)
+    with pytest.raises(UserError, match=r"callbacks.swa: .* several objectives \(discriminator, generator\)"):
+        train(run)
+
+
+def test_a_schedule_follows_the_sum_of_the_losses(tmp_path: Path) -> None:
+    keys = ("training.lr_scheduler={name: plateau, patience: 0, min_ratio: 0.1}", "training.eval_steps=1")
+    train(gan(tmp_path, *keys, "checkpoint.metric=eval/generator_loss", "checkpoint.keep_best=1"))
+    noted = json.loads((tmp_path / "checkpoints" / "step_00000006" / "trainer.json").read_text())
+    assert noted["schedule"]
+    assert "eval/generator_loss" in noted["metrics"]
