@@ -172,7 +172,7 @@ class _Tracer:
                     trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
                     set_learning_rate(self.optimizer, 1 / max(1.0, trace.max_norm))  # no update longer than 0.1
                 seen |= set(seeds)
-                expected += len(micro_batches) if seeds else 0  # stages of a pipeline are called instead of the model
+                expected += len(micro_batches) if self.strategy.layout.mesh["pp"] == 1 else 0  # it calls stages instead
                 self._note_desync(micro_batches, loader)
                 trace.losses.append(output.loss.item())
                 measured.append(output.metrics)
