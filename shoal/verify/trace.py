@@ -179,7 +179,8 @@ class _Tracer:
                             trace.draws = watch.draws
                         trace.gradients |= self._gradients()
                     seen |= {(number, seed) for seed in seeds}  # turns of one step have the same seeds
-                    expected += len(micro_batches) if seeds else 0  # a pipeline's stages are called, not the model
+                    if self.strategy.layout.mesh["pp"] == 1:  # a pipeline calls stages instead of the model
+                        expected += len(micro_batches)
                     self._note_desync(micro_batches, loader)
                     trace.losses.append(outputs[-1].loss.item())
                     hooks.call("before_update")
