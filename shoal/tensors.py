@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,18 +62,19 @@ def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 @contextmanager
-def module_state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+def module_state_kept(modules: Iterable[nn.Module], except_for: Collection[nn.Module] = ()) -> Iterator[None]:
     """Gives buffers and extra state back the values that they had, after a forward that is not part of the training.
 
     A buffer that the forward registered, or replaced by one of another shape, is left: it is a cache, and the module
-    may remember in an attribute that it has it.
+    may remember in an attribute that it has it. `except_for` are modules that keep what the forward makes of them.
     """
     modules = [*modules]
     extra = [(m, copy.deepcopy(m.get_extra_state())) for module in modules for _, m in modules_with_extra_state(module)]
-    before = [{name: buffer.clone() for name, buffer in module.named_buffers()} for module in modules]
+    members = [member for module in modules for member in module.modules() if member not in except_for]
+    before = [{name: buffer.clone() for name, buffer in member.named_buffers(recurse=False)} for member in members]
     yield
-    for module, values in zip(modules, before, strict=True):
-        for name, buffer in module.named_buffers():
+    for member, values in zip(members, before, strict=True):
+        for name, buffer in member.named_buffers(recurse=False):
             if name in values and values[name].shape == buffer.shape:
                 buffer.data.copy_(values[name])
     for module, value in extra:

@@ -174,7 +174,7 @@ def test_sections_that_contradict_the_object_are_refused(toy: ToyRun) -> None:
 
 def test_the_average_that_was_evaluated_is_loaded(toy: ToyRun) -> None:
     saving = {"checkpoint.keep_best": 1, "checkpoint.load_best_model_at_end": True, "training.eval_steps": 1}
-    options = {**QUIET, **saving, "callbacks": [{"ema": {"decay": 0.5}}]}
+    options = {**QUIET, **saving, "callbacks": [{"name": "ema", "decay": 0.5}]}
     outcome = shoal.train(toy.config, **SHORT, **options)
     run = run_from_python(toy.config, None, {**SHORT, **options}, "x")
     assert _evaluated_average(run, outcome.best_checkpoint) == "ema"

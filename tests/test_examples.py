@@ -10,17 +10,22 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import PATIENCE_SECONDS
 from launch.launched import free_port
+from pool import Pool
 from verify.runs import failed, runner_on
 
+from shoal.checkpoint import open_checkpoint
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.tensors import local_part
+from shoal.training import train
 from shoal.verify import prove
 
 ROOT = Path(__file__).parent.parent
@@ -328,3 +333,46 @@ def test_compiled(alone, tmp_path):
     eager = losses(alone(*arguments, "--output_dir", str(tmp_path / "a")))
     compiled = losses(alone(*arguments, "--compile", "--output_dir", str(tmp_path / "b")))
     assert compiled == pytest.approx(eager, abs=1e-4)
+
+
+CLASSIFIER = ROOT / "examples" / "classifier" / "run.yaml"
+
+
+def train_classifier(folder: str) -> None:
+    keys = ["training.num_epochs=null", "training.max_steps=8", "training.eval_steps=4", "training.eval_batches=1"]
+    saved = ["checkpoint.every=3", "checkpoint.keep_last=9", "logging.every=1", "logging.tensorboard=false"]
+    train(load_run(CLASSIFIER, [*keys, *saved, "training.device=cpu", f"experiment.output_dir={folder}"]))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_classifier_goes_on_to_the_bit(tmp_path: Path, pool2: Pool, processes: int) -> None:
+    """Metrics, BatchNorm, a schedule, an average of the weights and early stopping, as if nothing had happened."""
+    run = train_classifier if processes == 1 else partial(pool2.run, train_classifier, init=False)
+    run(str(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    steps = {
+        path.name: path for path in (tmp_path / "resumed" / "checkpoints").iterdir() if path.name > "step_00000003"
+    }
+    assert len(steps) > 1
+    for path in steps.values():
+        shutil.rmtree(path)
+    run(str(tmp_path / "resumed"))
+    first, second = (tmp_path / name for name in ("whole", "resumed"))
+    lines = [
+        [
+            {key: value for key, value in json.loads(line).items() if "second" not in key and "memory" not in key}
+            for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        for folder in (first, second)
+    ]
+    assert lines[0] == lines[1]
+    assert any("eval/accuracy" in line for line in lines[0])
+    one, other = (open_checkpoint(folder / "checkpoints" / "step_00000008").read() for folder in (first, second))
+    for tensors, others in ((one.model, other.model), (one.callbacks, other.callbacks)):
+        assert tensors.keys() == others.keys()
+        assert tensors
+        assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def test_the_classifier_is_short() -> None:
+    assert len((CLASSIFIER.parent / "shapes.py").read_text().splitlines()) <= 60

@@ -24,7 +24,10 @@ class HookMethods:
         """Is called before each step."""
 
     def before_update(self, run: RunHandle) -> None:
-        """Is called in each step after the backward, when `run.strategy.gradients(run.model)` has the gradients."""
+        """Is called in each step after the backward, when `run.strategy.gradients(run.model)` has the gradients.
+
+        With several objectives it is called once for each, with its gradients alone.
+        """
 
     def after_step(self, run: RunHandle) -> None:
         """Is called after each step. `run.output` and `run.info` have its loss and norm, on the device."""

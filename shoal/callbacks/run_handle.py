@@ -58,6 +58,7 @@ class RunHandle:
     model: nn.Module
     """What this rank holds of the model: parameters may be sharded."""
     optimizer: Optimizer
+    """The optimizer, or that of the first objective if the recipe has several."""
     output_dir: Path
     step: int
     """The number of steps that the run has taken."""

@@ -57,6 +57,11 @@ class SWA(Callback):
             self._average.load_state(self._loaded, "swa")
         self._loaded = {}
         self._has_batch_norm = any(isinstance(module, BATCH_NORM) for module in run.model.modules())
+        if self._has_batch_norm and (objectives := run.recipe.objectives()):
+            raise UserError(
+                "callbacks.swa: BatchNorm's statistics are estimated with the loss, and the recipe has several "
+                f"objectives ({', '.join(objectives)}); use ema, or a model without BatchNorm"
+            )
         if self._has_batch_norm and self.config.batch_norm_steps is None and run.epoch_size is None:
             raise UserError(
                 "callbacks.swa.batch_norm_steps is missing: the training data is a stream, which has no epoch to "

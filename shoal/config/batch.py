@@ -64,4 +64,30 @@ def derived_values(first: BatchPhase, data_size: int) -> dict[str, Any]:
 
 def accumulation(phase: BatchPhase, data_size: int) -> int:
     """Returns the number of micro-batches of one rank in one step."""
-    return ceil(phase.global_batch_size / (phase.batch_size * data_size))
+    return ceil(num_runs(phase.global_batch_size, phase.batch_size) / data_size)
+
+
+def num_runs(num_samples: int, batch_size: int) -> int:
+    """Returns into how many runs of at most `batch_size` samples a step is split; `run_start` says where they begin.
+
+    Only for a batch size of 2 the last run may have one sample more, so that no run has a single one.
+    """
+    return ceil(num_samples / batch_size) - (batch_size == 2 and leaves_one(num_samples, batch_size))
+
+
+def run_start(index: int, num_samples: int, batch_size: int) -> int:
+    """Returns the first sample of a run, or `num_samples` for a run behind the last one.
+
+    A last run of one sample would end a model that needs two, such as one with BatchNorm. It takes another sample from
+    the run before it.
+    """
+    number = num_runs(num_samples, batch_size)
+    if index >= number:
+        return num_samples
+    takes_one = index == number - 1 and batch_size > 2 and leaves_one(num_samples, batch_size)
+    return index * batch_size - takes_one
+
+
+def leaves_one(num_samples: int, batch_size: int) -> bool:
+    """Returns whether full batches of at least two samples leave a single sample over."""
+    return batch_size > 1 and num_samples > batch_size and num_samples % batch_size == 1

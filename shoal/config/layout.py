@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shoal.config.batch import accumulation, derive_batches
 from shoal.config.deepspeed_json import fit_json, read_json
 from shoal.config.deepspeed_keys import idle_keys
+from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.mesh import DIMENSIONS, check_cut, data_size, fill_mesh, micro_batches_needed, say_mesh
 from shoal.config.schema import ActivationCheckpointingConfig, Config, TrainingConfig
 from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
@@ -55,6 +56,8 @@ class Layout:
     compile: bool = False
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     loss_chunks: int = 1
+    sync_batch_norm: bool = False
+    """True if BatchNorm takes its statistics over all data-parallel ranks."""
     not_in_force: Mapping[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect in this layout, each with the reason."""
 
@@ -113,6 +116,7 @@ def layout_of(
         training.compile,
         training.activation_checkpointing,
         training.loss_chunks,
+        training.sync_batch_norm,
         not_in_force,
     )
     for contradictory, message in (*_contradictions(layout), *_optimizer_contradictions(training, layout)):
@@ -126,6 +130,8 @@ def layout_of(
     if layout.is_sharded_family and layout.engine == "plain":
         idle = dict.fromkeys(_FULLY_SHARD_KEYS, f"nothing is sharded on {say_mesh(layout.mesh)}")
         not_in_force |= _changed("distributed.fsdp", layout.fsdp, idle)
+    if layout.sync_batch_norm and data_size(layout.mesh) * layout.mesh["cp"] == 1:
+        not_in_force["training.sync_batch_norm"] = "there is one data-parallel rank"
     if strategy == "mesh" and layout.mesh["pp"] == 1 and layout.schedule != "1f1b":
         not_in_force["distributed.pipeline.schedule"] = "distributed.mesh.pp is 1"
     return layout
@@ -137,6 +143,13 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
     It needs neither processes nor the model, so that a command can check before it starts anything.
     """
     layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
+    check_objectives(layout, recipe)
+    if config.training.body and (objectives := recipe.objectives()):
+        raise UserError(
+            f"training.body = {config.training.body.removeprefix(NOT_IMPORTABLE)!r}: the recipe has several objectives "
+            f"({', '.join(objectives)}), which steps that you write yourself would not use; remove `objectives` from "
+            "the recipe, or train it without a body"
+        )
     if layout.loss_chunks > 1 and recipe.has_metrics:
         raise UserError(
             f"training.loss_chunks = {layout.loss_chunks}: the head gives the loss and no logits for "
@@ -154,6 +167,28 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
                 f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
             )
     return layout
+
+
+def check_objectives(layout: Layout, recipe: Any) -> None:
+    """Refuses layouts in which a recipe's objectives cannot be taken in turn, and metrics of such a recipe."""
+    names = ", ".join(recipe.objectives())
+    if not names:
+        return
+    if recipe.has_metrics:
+        raise UserError(
+            f"recipe {type(recipe).__name__}: metrics is not called with several objectives ({names}), which have no "
+            "one output; remove metrics, and log numbers by the hook after_step"
+        )
+    for is_set, setting, advice in (
+        (layout.strategy in ("deepspeed", "mesh"), f"distributed.strategy = {layout.strategy}", "ddp or fsdp"),
+        (layout.precision == "pure_bf16", "training.mixed_precision = pure_bf16", "bf16"),
+        (layout.loss_chunks > 1, f"training.loss_chunks = {layout.loss_chunks}", "1"),
+    ):
+        if is_set:
+            raise UserError(
+                f"{setting} is not for a recipe with several objectives ({names}), whose losses call the model as they "
+                f"like; use {advice}"
+            )
 
 
 def _changed(name: str, section: Section, idle: Mapping[str, str]) -> dict[str, str]:
@@ -289,6 +324,17 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
             layout.sequence_parallel and mesh["tp"] == 1,
             "distributed.tensor.sequence_parallel = true is a way of tensor parallelism, but distributed.mesh.tp = 1; "
             "leave it out",
+        ),
+        *(
+            (
+                layout.sync_batch_norm and is_set,
+                f"training.sync_batch_norm = true is not for {setting}; use ddp or fsdp, or leave it out",
+            )
+            for setting, is_set in {
+                f"pipelines (distributed.mesh.pp = {mesh['pp']})": has_stages,
+                "distributed.tensor.sequence_parallel = true": layout.sequence_parallel,
+                "strategy deepspeed": is_deepspeed,
+            }.items()
         ),
         (
             is_deepspeed and precision not in ("fp32", "bf16", "fp16"),

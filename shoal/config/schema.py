@@ -48,6 +48,9 @@ class LoaderConfig(Section):
     """Keep the workers of the evaluation data alive between evaluations."""
     prefetch: Positive = 2
     """Number of micro-batches that each worker loads ahead."""
+    drop_last: bool = False
+    """Leave out the samples at the end of the run that do not fill a global batch. They otherwise make a smaller last
+    step, of at least two samples: a single one takes another from the step before."""
 
 
 class ActivationCheckpointingConfig(Section):
@@ -66,6 +69,17 @@ class ActivationCheckpointingConfig(Section):
                 "mode = none: `every` and `classes` have no effect; use full or selective",
             ),
         )
+
+
+class ObjectiveConfig(Section):
+    """What one of a recipe's objectives has different; what is left out is as in `training`."""
+
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """The peak learning rate of its optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """The weight decay of its matrices."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip its gradient to this norm."""
 
 
 class TrainingConfig(Section):
@@ -97,6 +111,9 @@ class TrainingConfig(Section):
     loss_chunks: Positive = 1
     """Compute the loss in this many chunks of a micro-batch, so that all of its logits never exist at once. Saves
     memory for large vocabularies."""
+    sync_batch_norm: bool = False
+    """BatchNorm takes mean and variance over the micro-batches of all data-parallel ranks, instead of each rank over
+    its own. Layouts then compute the same; not for pipelines, sequence parallelism and DeepSpeed."""
 
     body: str | None = None
     """A function `module:function` that computes every step in place of the recipe's loss. See [a loop of your
@@ -112,6 +129,9 @@ class TrainingConfig(Section):
     otherwise."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the gradient to this norm. `null`: do not clip."""
+    objectives: dict[str, ObjectiveConfig] = {}  # noqa: RUF012, pydantic copies it
+    """For a recipe with several objectives: by name, `learning_rate`, `weight_decay` and `max_grad_norm` of those that
+    differ, such as `{generator: {learning_rate: 1e-4}}`."""
     max_skipped_steps: Positive = 10
     """Stop the run after this many steps in a row were skipped because the gradient was not finite."""
 

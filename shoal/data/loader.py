@@ -56,6 +56,7 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     epoch_size: int | None
     start: int
     end: int | None
+    drop_last: bool
     keep_generators: bool
 
     def __iter__(self) -> Iterator[_Item | UserError]:
@@ -103,8 +104,9 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
         position = self.start
         while self.end is None or position < self.end:
             batch_size = self.batches.phase_at(position, self.epoch_size).batch_size
-            step = reader.plan_step(position, self.batches.step_size(position, self.epoch_size, self.end), batch_size)
-            if not step.step_size:  # the stream has ended
+            size = self.batches.step_size(position, self.epoch_size, self.end)
+            step = reader.plan_step(position, size, batch_size)
+            if not step.step_size or (self.drop_last and step.step_size < size):  # the stream has ended
                 return
             position += step.step_size
             for number, keys in enumerate(step.micro_batches, 1):
@@ -137,10 +139,14 @@ class Loader:
         pin_memory: bool = False,
         persistent_workers: bool = False,
         prefetch: int = 2,
+        drop_last: bool = False,
         keep_generators: bool = True,
     ):
-        """`keep_generators` gives the process's random generators their states back after reading, which takes some
-        40 µs; where they are seeded before every use, as strategies do, nobody needs it."""
+        """`drop_last` leaves out what does not fill a global batch at `end`, or where a stream ends.
+
+        `keep_generators` gives the process's random generators their states back after reading, which takes some 40 µs;
+        where they are seeded before every use, as strategies do, nobody needs it.
+        """
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"train_data/eval_data: {type(dataset).__name__} has neither __len__ and __getitem__ nor open(start), "
@@ -154,7 +160,11 @@ class Loader:
         self._samples_at = partial(samples_at, epoch_size=self.epoch_size, seed=seed, shuffle=shuffle)
         self._steps: Generator[list[MicroBatch], None, None] | None = None
         reader = partial(open_reader, dataset, position, seed, shuffle, data_rank, data_size)
-        source = _MicroBatches(reader, seed, collate, batches, self.epoch_size, position, end, keep_generators)
+        if drop_last and end is not None:
+            end = batches.end_of_full_steps(position, end, self.epoch_size)
+        source = _MicroBatches(
+            reader, seed, collate, batches, self.epoch_size, position, end, drop_last, keep_generators
+        )
         pin_memory = pin_memory and torch.accelerator.is_available()
         self._pin_in_iteration = pin_memory and num_workers == 0
         # Without workers torch's DataLoader is not used: its overhead per step is larger than reading a small dataset.

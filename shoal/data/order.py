@@ -7,11 +7,13 @@ sequence, and the ranks split that slice into micro-batches. To resume, the numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config.batch import num_runs, run_start
 from shoal.errors import UserError
 from shoal.seeding import mix
 from shoal.types import BatchPhase
@@ -102,27 +104,65 @@ class BatchSchedule:
         return next(phase for phase in reversed(self.phases) if phase.first_epoch <= epoch)
 
     def step_size(self, position: int, epoch_size: int | None, end: int | None = None) -> int:
-        """Returns the number of samples in the step that starts at `position`. Only the last step of a run is shorter
-        than the global batch: it stops at `end`."""
-        size = self.phase_at(position, epoch_size).global_batch_size
-        return size if end is None else min(size, end - position)
+        """Returns the number of samples in the step that starts at `position`.
+
+        Only at `end`, the end of the run, a step is not as large as the global batch: the last one has what is left. If
+        that were a single sample, which a model with BatchNorm cannot train on, it gets another one from the step
+        before; for a global batch of 2 it joins that step.
+        """
+        phase = self.phase_at(position, epoch_size)
+        size = phase.global_batch_size
+        if end is None:
+            return size
+        if end - position == size + 1 and self._is_too_small(position + size, epoch_size, phase):
+            return size - 1 if size > 2 else size + 1
+        return min(size, end - position)
+
+    def _is_too_small(self, last: int, epoch_size: int | None, before: BatchPhase) -> bool:
+        """Returns whether the single sample at `last` should not be a step, when `before` is the phase of the step
+        before it. Where micro-batches have one sample anyway, it may be."""
+        phase = self.phase_at(last, epoch_size)
+        return min(phase.batch_size, phase.global_batch_size, before.batch_size, before.global_batch_size) > 1
 
     def steps_between(self, start: int, end: int, epoch_size: int | None) -> int:
         """Returns how many steps cover the samples [start, end), without going through them one by one."""
-        steps, position = 0, start
+        steps, full_end, phase = self._full_steps(start, end, epoch_size)
+        if full_end == end:
+            return steps
+        joins = end - full_end == 1 and phase is not None and phase.global_batch_size == 2
+        return steps if joins and phase and self._is_too_small(full_end, epoch_size, phase) else steps + 1
+
+    def end_of_full_steps(self, start: int, end: int, epoch_size: int | None) -> int:
+        """Returns where the last step ends that is as large as the global batch, for `dataset.drop_last`."""
+        _, full_end, _ = self._full_steps(start, end, epoch_size)
+        return full_end
+
+    def _full_steps(self, start: int, end: int, epoch_size: int | None) -> tuple[int, int, BatchPhase | None]:
+        """Returns how many whole steps fit into [start, end), where they end, and the phase of the last one."""
+        steps, position, last = 0, start, None
         next_phase_starts = [phase.first_epoch * epoch_size for phase in self.phases[1:]] if epoch_size else []
         for phase, phase_end in zip(self.phases, [*next_phase_starts, end], strict=False):
-            steps_in_phase = -(-max(0, min(phase_end, end) - position) // phase.global_batch_size)
-            steps, position = steps + steps_in_phase, position + steps_in_phase * phase.global_batch_size
-        return steps
+            size = phase.global_batch_size
+            begun = -(-max(0, min(phase_end, end) - position) // size)
+            full = min(begun, (end - position) // size)
+            steps, position, last = steps + full, position + full * size, phase if full else last
+            if full < begun:
+                break
+        return steps, position, last
 
 
-def micro_batch_slices(step_size: int, batch_size: int, data_size: int, data_rank: int) -> list[range]:
+@lru_cache(maxsize=8)
+def micro_batch_slices(step_size: int, batch_size: int, data_size: int, data_rank: int) -> tuple[range, ...]:
     """Returns which samples of a step, counted from its first one, go into each micro-batch of one rank.
 
     The step is split into runs of `batch_size`: micro-batch 0 of every rank, then micro-batch 1 of every rank, and so
     on. All ranks get the same number of micro-batches, because they run collectives together; the last one may be short
-    or empty.
+    or empty. Most steps have the same size, so the answer is kept.
     """
-    starts = range(data_rank * batch_size, step_size + data_rank * batch_size, batch_size * data_size)
-    return [range(min(start, step_size), min(start + batch_size, step_size)) for start in starts]
+    number = -(-num_runs(step_size, batch_size) // data_size)
+
+    def start(run: int) -> int:
+        return run_start(run, step_size, batch_size)
+
+    runs = range(data_rank, data_rank + number * data_size, data_size)
+    return tuple(range(start(run), start(run + 1)) for run in runs)

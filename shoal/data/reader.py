@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from shoal.config.batch import run_start
 from shoal.data.order import SampleKey, micro_batch_slices, samples_at
 from shoal.data.stream import OrderedStream, ShardedStream
 from shoal.errors import UserError
@@ -113,7 +115,9 @@ class OrderedReader:
 
     def plan_step(self, position: int, step_size: int, batch_size: int) -> RankStep:
         slices = micro_batch_slices(step_size, batch_size, self._size, self._rank)
-        needed = set(range(batch_size)).union(*slices)  # the first batch_size samples are the filler
+        # The first batch_size samples are the filler. If the stream ends, runs may begin and end one sample earlier or
+        # later.
+        needed = set(range(batch_size)).union(*(range(one.start - 1, one.stop + 1) for one in slices))
         self._sample_at, end = {}, position
         for offset in range(step_size):
             # Also for samples that other ranks take: a stream that shuffles must give all ranks the same order.
@@ -153,9 +157,12 @@ class ShardedReader:
         # num_shards is a multiple of the ranks, so a sample's shard belongs to rank position % ranks.
         first = position + (self._rank - position) % self._size
         keys = [(0, i) for i in range(first, position + step_size, self._size)]
-        starts = range(0, -(-step_size // (batch_size * self._size)) * batch_size, batch_size)
+        starts = [
+            run_start(run, len(keys), batch_size) for run in range(-(-step_size // (batch_size * self._size)) + 1)
+        ]
         # The filler is the last sample, or else the next one, because a shard is never read backwards.
-        return RankStep(step_size, [keys[start : start + batch_size] for start in starts], keys[-1:] or [(0, first)])
+        filler = keys[-1:] or [(0, first)]
+        return RankStep(step_size, [keys[start:end] for start, end in pairwise(starts)], filler)
 
     def fetch(self, keys: list[SampleKey]) -> list[Any]:
         return [self._read(*divmod(position, self._stream.num_shards)) for _, position in keys]

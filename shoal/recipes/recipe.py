@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,8 +21,9 @@ from shoal.types import IGNORED_LABEL, ParallelPlan, Weights, required
 class Recipe(HookMethods):
     """The model, the data and the loss of a run. A recipe knows nothing about ranks, devices and batch sizes.
 
-    A subclass has to define `build_model`, `train_data`, `inputs` and `loss`; all other methods have defaults. Hooks,
-    such as `after_step`, do nothing.
+    A subclass has to define `build_model`, `train_data`, `inputs` and `loss`; all other methods have defaults. One with
+    several `objectives` defines `objective_loss` instead of `inputs` and `loss`. Hooks, such as `after_step`, do
+    nothing.
     """
 
     class Config(BaseModel):
@@ -143,6 +144,19 @@ class Recipe(HookMethods):
         It is called without gradients, in training and in evaluation.
         """
         return {}
+
+    def objectives(self) -> Mapping[str, Sequence[str]]:
+        """Returns objectives that are taken in turn within each step, in this order: the name of each, with the names
+        of the parameters that it trains or of the modules that have them. By default there is one, `loss`.
+        """
+        return {}
+
+    def objective_loss(self, name: str, model: nn.Module, batch: Any) -> Tensor:
+        """Returns the SUM of the losses of a batch for one of the `objectives`, as `loss` does.
+
+        It calls the model and its modules as it likes. Only the parameters of this objective get a gradient.
+        """
+        raise UserError(f"recipe {type(self).__name__} needs objective_loss(self, name, model, batch) -> Tensor")
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Returns the parameter groups of the optimizer. By default norms, biases and embeddings have no weight

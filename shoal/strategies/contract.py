@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -186,6 +186,16 @@ class DistributedStrategy(ABC):
         (optimizer,) = self._place_model(model, [build_optimizer], plan, weights, "sum", memory)
         return model, optimizer
 
+    def prepare_several(
+        self,
+        model: nn.Module,
+        builders: Sequence[Builder],
+        plan: ParallelPlan = NO_PLAN,
+        weights: Weights = DRAWN,
+    ) -> list[Optimizer]:
+        """As `prepare`, with an optimizer for each of several objectives; each has parameters of its own."""
+        return self._place_model(model, builders, plan, weights, "sum")
+
     @abstractmethod
     def _place_model(
         self,
@@ -203,9 +213,17 @@ class DistributedStrategy(ABC):
         """Returns the Update of an optimizer; the model has been prepared before."""
 
     def forward_backward(
-        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[MicroBatch],
+        recipe: Objective,
+        step: int,
+        trained: Collection[str] | None = None,
     ) -> StepOutput:
-        """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums."""
+        """Computes the gradient of (sum of losses) / (count) over the global batch, and returns both sums.
+
+        `trained` are the names of the parameters that get a gradient; by default all do.
+        """
         self._start_step()
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
@@ -213,7 +231,10 @@ class DistributedStrategy(ABC):
         per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
         measures = Measures(recipe, micro_batches, counts)
-        losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        if trained is not None and isinstance(self._executor, InTurn):
+            self._executor.warm_up(batches[0], recipe, measures, step)
+        with nullcontext() if trained is None else self._training_alone(model, trained):
+            losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
 
@@ -314,6 +335,18 @@ class DistributedStrategy(ABC):
             self._module_state.check()
         else:
             self._module_state.make_equal()
+
+    @contextmanager
+    def _training_alone(self, model: nn.Module, trained: Collection[str]) -> Iterator[None]:
+        """Is entered around forwards and backwards that give a gradient to some parameters only."""
+        others = [p for name, p in model.named_parameters() if name not in trained and p.requires_grad]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     def _find_module_state(self, model: nn.Module) -> ModuleState:
         return ModuleState(model, () if self.world.group == "imagined" else self._data_groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import ceil, prod
@@ -297,8 +297,15 @@ class ZeroStrategy(DistributedStrategy):
         return {"device": getattr(self._zero, key), "pin_memory": self.device.type == "cuda"}
 
     def forward_backward(
-        self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, step: int
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[MicroBatch],
+        recipe: Objective,
+        step: int,
+        trained: Collection[str] | None = None,
     ) -> StepOutput:
+        if trained is not None:
+            raise UserError("several objectives: DeepSpeed's engine has one optimizer; use strategy fsdp or ddp")
         if self._is_first_step and self._stage == 3:
             recipe = CheckedLoss(recipe, model)
         self._is_first_step = False

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
+from shoal.tensors import module_state_kept
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.precision import autocast
 from shoal.types import Objective
@@ -24,11 +26,17 @@ class Surroundings:
     """What surrounds the forward of a micro-batch: seeded generators, autocast, and a head that computes the loss."""
 
     def __init__(
-        self, device: torch.device, precision: str, seed: int, rng_key: tuple[int, ...], head: ChunkedHead | None
+        self,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        rng_key: tuple[int, ...],
+        head: ChunkedHead | None,
+        batch_norms: SyncedBatchNorms | None = None,
     ):
         """Ranks with the same `rng_key` draw the same random numbers (dropout masks, noise)."""
         self.device, self.precision, self.head = device, precision, head
-        self._seed, self._rng_key = seed, rng_key
+        self._seed, self._rng_key, self._batch_norms = seed, rng_key, batch_norms
 
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
@@ -41,6 +49,19 @@ class Surroundings:
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)
+
+    @contextmanager
+    def filler(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Is entered around the forward of a filler: buffers and extra state stay as they are.
+
+        Synced BatchNorms move with the samples of other ranks.
+        """
+        synced = self._batch_norms
+        with (
+            synced.without_samples() if synced else nullcontext(),
+            module_state_kept(modules, except_for=synced.modules if synced else ()),
+        ):
+            yield
 
     @contextmanager
     def _with_head(self, head: ChunkedHead, labels: Tensor, scale: Tensor | None) -> Iterator[None]:
@@ -57,13 +78,17 @@ class InTurn:
     def forward_backward(
         self, batches: Sequence[Any], scales: Sequence[Tensor], recipe: Objective, measures: Measures, step: int
     ) -> list[Tensor]:
-        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward."""
+        """Runs forward and backward of each batch, whose loss is multiplied by its scale in the backward.
+
+        Fillers change nothing, but take part in all collectives.
+        """
         engine, losses, last = self.engine, list[Tensor](), len(batches) - 1
         try:
             if not engine.is_warm:
-                engine.warm_up(lambda: self._warm_up_loss(batches[0], recipe, measures, step))
+                self.warm_up(batches[0], recipe, measures, step)
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
-                with engine.accumulate(index == last):
+                alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else nullcontext()
+                with engine.accumulate(index == last), alone:
                     with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = measures.loss(engine.module(**model_inputs(recipe, batch)), batch, index)
                     if engine.backward is None:
@@ -71,11 +96,22 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
+            engine.exchange()
         except RuntimeError as error:
             if (explained := engine.explain(error)) is None:
                 raise
             raise explained from error
         return losses
+
+    def warm_up(self, batch: Any, recipe: Objective, measures: Measures, step: int) -> None:
+        """Lets the engine see a first forward and backward, if it has to before the first step."""
+
+        def loss_of_batch() -> Tensor:
+            with self.surroundings.enter(recipe, batch, None, step, 0):
+                return measures.loss_alone(self.engine.module(**model_inputs(recipe, batch)), batch)
+
+        if not self.engine.is_warm:
+            self.engine.warm_up(loss_of_batch)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective, measures: Measures) -> list[Tensor]:
         """Computes the losses without a backward."""
@@ -84,10 +120,6 @@ class InTurn:
             with self.surroundings.enter(recipe, batch, None, "eval", index):
                 losses.append(measures.loss(model(**recipe.inputs(batch)), batch, index).float())
         return losses
-
-    def _warm_up_loss(self, batch: Any, recipe: Objective, measures: Measures, step: int) -> Tensor:
-        with self.surroundings.enter(recipe, batch, None, step, 0):
-            return measures.loss_alone(self.engine.module(**model_inputs(recipe, batch)), batch)
 
 
 class Overlapped:
@@ -106,8 +138,15 @@ class Overlapped:
             losses[index] = loss.detach().float()
             return loss * scales[index]
 
+        enter, modules = self._enter(recipe, batches, scales, step), [stage.module for stage in self.pipeline.stages]
+
+        @contextmanager
+        def around(index: int) -> Iterator[None]:
+            with enter(index), self.surroundings.filler(modules) if measures.is_filler(index) else nullcontext():
+                yield
+
         inputs = [dict(model_inputs(recipe, batch)) for batch in batches]
-        self.pipeline.step(inputs, score, self._enter(recipe, batches, scales, step))
+        self.pipeline.step(inputs, score, around)
         return self._from_last_stage(losses)
 
     def score(self, model: nn.Module, batches: Sequence[Any], recipe: Objective, measures: Measures) -> list[Tensor]:

@@ -267,6 +267,10 @@ class Loop:
         strategy = self.strategy
         seed_generators(mix(strategy._seed, *place, *strategy._rng_key), strategy.device)
 
+    def filler(self) -> AbstractContextManager[None]:
+        """Is entered around what is computed for a filler: buffers stay as they are."""
+        return self.strategy._executor.surroundings.filler([self.model])
+
     def warm_up(self) -> None:
         """Lets DDP order its buckets before the first step, so that a restarted run repeats one that was not.
 

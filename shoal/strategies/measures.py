@@ -39,6 +39,10 @@ class Measures:
         self._recipe, self._micro_batches, self._counts = recipe, micro_batches, counts
         self._has_metrics, self._only_loss = recipe.has_metrics and not only_loss, only_loss
 
+    def is_filler(self, index: int) -> bool:
+        """Returns whether a micro-batch only repeats samples, so that it must change nothing."""
+        return not self._micro_batches[index].weight
+
     def loss(self, output: Any, batch: Any, index: int) -> Tensor:
         """Returns the loss of a micro-batch, and adds its metrics unless it is a filler."""
         loss, beside = self._recipe.loss(output, batch), None

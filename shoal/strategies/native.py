@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from shoal.checkpoint.regions import Held, held_of
 from shoal.config.mesh import say_mesh
 from shoal.errors import UserError
+from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
+from shoal.strategies.engines.all_reduce import AllReduceEngine
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -94,6 +96,11 @@ class NativeStrategy(DistributedStrategy):
         if self.data_size > 1:
             check_alike_on_ranks(model)
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
+        if kind is DDPEngine and reduction == "sum" and len(builders) > 1:
+            kind = AllReduceEngine
+            idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"})
+            why = "with several objectives gradients are summed after the backward"
+            engaged.not_in_force |= {f"distributed.ddp.{key}": why for key in idle}
         fsdp = layout.fsdp
         wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
         if layout.is_sharded_family:
@@ -109,8 +116,12 @@ class NativeStrategy(DistributedStrategy):
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
         self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None
+        synced = layout.sync_batch_norm and self._data_groups
+        batch_norms = SyncedBatchNorms(model, self._data_groups) if synced else None
         self._transform(model, plan, tensor)  # the head that computes the loss, activation checkpointing, compile
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
+        if kind is FSDPEngine and reduction == "sum" and len(builders) > 1:
+            engine.is_warm = False
         if layout.is_sharded_family:
             engine.shard(model, roots, choose_units(model, plan, *wrapped))
         # Memory, from here on.
@@ -121,7 +132,9 @@ class NativeStrategy(DistributedStrategy):
             if layout.is_sharded_family and layout.fsdp.buffer_dtype:
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
             engine.wrap(model)
-            surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
+            surroundings = Surroundings(
+                self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head, batch_norms
+            )
             self._executor = InTurn(engine, surroundings)
             if sides["pp"] > 1:
                 self._pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry)

@@ -21,7 +21,15 @@ from shoal.strategies.contract import DistributedStrategy
 from shoal.strategies.deepspeed import ZeroStrategy
 from shoal.strategies.native import NativeStrategy
 
-_TRAINING = ("device", "mixed_precision", "tf32", "compile", "activation_checkpointing", "loss_chunks")
+_TRAINING = (
+    "device",
+    "mixed_precision",
+    "tf32",
+    "compile",
+    "activation_checkpointing",
+    "loss_chunks",
+    "sync_batch_norm",
+)
 _RUN = ("seed", "deterministic", "backend", "timeout", "world")
 
 

@@ -98,13 +98,15 @@ class Loaders:
 
 def open_loaders(session: Session, config: Config, data: Data, progress: Progress, resources: ExitStack) -> Loaders:
     training, device = config.training, session.strategy.device
-    options = config.dataset.model_dump()
+    options, drop_last = config.dataset.model_dump(exclude={"drop_last"}), config.dataset.drop_last
     if options["pin_memory"] is None:
         options["pin_memory"] = device.type == "cuda"
     elif options["pin_memory"] and device.type == "cpu":
         raise UserError("dataset.pin_memory = true needs a GPU to copy to, but the run is on the CPU; leave it out")
     end = training.num_epochs * data.epoch_size if training.num_epochs and data.epoch_size else None
-    train = session.loader(data.train, progress.batches, position=progress.samples, end=end, **options)
+    train = session.loader(
+        data.train, progress.batches, position=progress.samples, end=end, drop_last=drop_last, **options
+    )
     resources.enter_context(closing(train))
     evaluation: dict[str, Loader] = {}
     batch_size = progress.batches.phases[0].batch_size
@@ -115,13 +117,21 @@ def open_loaders(session: Session, config: Config, data: Data, progress: Progres
             limit = min(limit or training.eval_batches * whole, training.eval_batches * whole)
         loader = session.loader(dataset, BatchSchedule.constant(whole, batch_size), end=limit, shuffle=False, **options)
         evaluation[prefix] = resources.enter_context(closing(loader))
-    return Loaders(train, evaluation, count_steps(training, data.epoch_size, progress), data.epoch_size)
+    total_steps = count_steps(training, data.epoch_size, progress, drop_last)
+    if not total_steps:
+        raise UserError(
+            f"dataset.drop_last = true: the {end} samples of the run do not fill a global batch of "
+            f"{progress.batches.phases[0].global_batch_size}, so that none is left; leave it out"
+        )
+    return Loaders(train, evaluation, total_steps, data.epoch_size)
 
 
-def count_steps(training: TrainingConfig, epoch_size: int | None, progress: Progress) -> int:
+def count_steps(training: TrainingConfig, epoch_size: int | None, progress: Progress, drop_last: bool) -> int:
     """Returns the steps of the whole run, given how far it has come."""
     if training.num_epochs and epoch_size:
         end = training.num_epochs * epoch_size
+        if drop_last:
+            end = progress.batches.end_of_full_steps(progress.samples, end, epoch_size)
         return progress.step + progress.batches.steps_between(progress.samples, end, epoch_size)
     assert training.max_steps
     return training.max_steps

@@ -128,7 +128,8 @@ class Batches:
         for index, batch in enumerate(self._batches):
             self._index = index
             self._loop.seed(self._step, index, *again)
-            yield batch
+            with nullcontext() if self._micro_batches[index].weight else self._loop.filler():
+                yield batch
         self._index = None
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import shoal
 from shoal.config.batch import accumulation
@@ -15,8 +17,10 @@ from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
+from shoal.parallel.batch_norm import mixing_modules
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
+from shoal.training.objectives import Turn
 from shoal.training.optimizers import is_by_recipe
 from shoal.training.schedules import describe_schedule, schedule_is_by_recipe
 from shoal.training.signals import StopFlag
@@ -130,6 +134,8 @@ class Report:
         yield "model", f"{kind}, {sizes}", ("recipe",)
         if session.mode:
             yield "mode", session.mode, ()
+        if mixing := mixing_modules(session.model):
+            yield "mixes samples", self._mixing(mixing), ("training.sync_batch_norm",)
         if names := session.ungrouped:
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             yield "train nothing", f"{shown} ({len(names)} in all): in no parameter group, so frozen", ()
@@ -165,6 +171,9 @@ class Report:
         if training.body:
             yield "body", training.body.removeprefix(NOT_IMPORTABLE), ("training.body",)
         yield self._optimizer()
+        if session.turns[0].name:
+            in_turn = ", then ".join(map(_say_turn, session.turns))
+            yield "objectives", in_turn, tuple(key for key in sources if key.startswith("training.objectives"))
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if engaged.float8_layers:
@@ -216,6 +225,9 @@ class Report:
         for key, why in self._idle_optimizer_keys().items():
             if keys := tuple(source for source in sources if f"{source}.".startswith(f"{key}.")):
                 yield "not in force", f"{key}: {why}", keys
+        if config.dataset.drop_last and training.max_steps and shell.loaders.epoch_size:
+            why = "training.max_steps ends the run, and every step is full"
+            yield "not in force", f"dataset.drop_last: {why}", ("dataset.drop_last",)
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
@@ -270,6 +282,19 @@ class Report:
             f"{global_batch_size} is set"
         )
 
+    def _mixing(self, modules: Mapping[str, nn.Module]) -> str:
+        """Says which modules mix the samples of a batch, and over which samples they take their statistics."""
+        kinds = Counter(type(module).__name__.removeprefix("FSDP") for module in modules.values())
+        names = ", ".join([*modules][:3]) + (", …" if len(modules) > 3 else "")
+        counted = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        if self.shell.strategy.data_size == 1:
+            whose = "statistics of each micro-batch"
+        elif self.training.sync_batch_norm:
+            whose = "statistics of the micro-batches of all ranks"
+        else:
+            whose = "each rank uses its own batch's statistics; training.sync_batch_norm shares them"
+        return f"{counted} ({names}); {whose}"
+
     def _weights(self) -> tuple[str, str, tuple[str, ...]]:
         weights = self.shell.session.weights
         origins = {
@@ -289,3 +314,10 @@ def _distinct(groups: list[dict[str, Any]], key: str) -> str:
     """Returns the different values of a key in the parameter groups, in their order."""
     values = dict.fromkeys(group[key] for group in groups if key in group and group["params"])
     return " and ".join(f"{value:g}" for value in values)
+
+
+def _say_turn(turn: Turn) -> str:
+    """Returns an objective with what it trains, and how."""
+    clip = f"clipped to {turn.max_norm:g}" if turn.max_norm else "not clipped"
+    rate = turn.optimizer.param_groups[0]["initial_lr"]
+    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rate:g}, {clip})"

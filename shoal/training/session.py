@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.config.layout import check_objectives
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
@@ -16,6 +18,14 @@ from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy, Loop
 from shoal.training.metric_objects import MetricObjects
 from shoal.training.modes import start_training_mode
+from shoal.training.objectives import (
+    NamedObjective,
+    Turn,
+    find_parameters,
+    let_model_compute,
+    select_groups,
+    training_of,
+)
 from shoal.training.optimizers import (
     build_by_recipe,
     build_optimizer,
@@ -39,7 +49,8 @@ class Session:
     strategy: DistributedStrategy
     seed: int
     model: nn.Module
-    optimizer: Optimizer
+    turns: list[Turn]
+    """What each step computes one after another: the recipe's loss, or the losses of its objectives."""
     weights: Weights
     """Where the first weights came from."""
     parameter_counts: tuple[int, int]
@@ -70,12 +81,19 @@ class Session:
         }
         return Loader(data, self.recipe.collate, batches, **options)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, or that of the first objective; those of the others are of the same kind."""
+        return self.turns[0].optimizer
+
     def state(self) -> TrainState:
-        state = self.strategy.state(self.model, self.optimizer)
-        return replace(state, strategy={**state.strategy, **self.metric_objects.state()})
+        first, *others = [self.strategy.state(self.model, turn.optimizer) for turn in self.turns]
+        moments = {name: slots for one in (first, *others) for name, slots in one.optimizer.items()}
+        return replace(first, optimizer=moments, strategy={**first.strategy, **self.metric_objects.state()})
 
     def load_state(self, state: TrainState) -> None:
-        self.strategy.load_state(self.model, self.optimizer, state)
+        for turn in self.turns:
+            self.strategy.load_state(self.model, turn.optimizer, state)
         self.metric_objects.load(state.strategy)
 
 
@@ -100,8 +118,13 @@ def assemble(
     check_trainable(model)
     if edit is not None:
         edit(model)
-    mode, ungrouped = start_training_mode(model), freeze_ungrouped(model, recipe.param_groups(model))
-    meta_model, plan = copy_on_meta(model), recipe.parallel_plan(model)
+    mode, parts = start_training_mode(model), find_parameters(recipe, model, training)
+    grouped = recipe.param_groups(model)
+    if parts:
+        check_objectives(strategy.layout, recipe)
+        grouped = select_groups(grouped, model, {name for names in parts.values() for name in names})
+    ungrouped = freeze_ungrouped(model, grouped)
+    meta_model, plan = None if parts else copy_on_meta(model), recipe.parallel_plan(model)
     _check_logits(recipe, strategy, plan)
     trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
     groups = groups_of(recipe, training, plan.blocks, model)
@@ -109,33 +132,66 @@ def assemble(
         check_matrices(groups)
     small = small_groups(groups, strategy.device)
 
-    def build_one(model: nn.Module) -> Optimizer:
+    def build_one(training: TrainingConfig, parameters: frozenset[str] | None, model: nn.Module) -> Optimizer:
         groups = groups_of(recipe, training, plan.blocks, model)
+        if parameters is not None:
+            groups = select_groups(groups, model, parameters)
         optimizer = build_by_recipe(recipe, training, groups) if by_recipe else None
         optimizer = optimizer or build_optimizer(training, groups)
         check_usable(optimizer)
         return optimizer
 
-    if loop is None:
-        model, optimizer = strategy.prepare(model, build_one, plan, found)
+    if parts:
+        turns = _place_objectives(recipe, strategy, training, model, parts, plan, found, build_one)
     else:
-        _, optimizer = loop.wrap(model, build_one, plan=plan, weights=found)
+        builder = partial(build_one, training, None)
+        if loop is None:
+            model, optimizer = strategy.prepare(model, builder, plan, found)
+        else:
+            _, optimizer = loop.wrap(model, builder, plan=plan, weights=found)
+        turns = [Turn("", recipe, optimizer, None, training.max_grad_norm)]
     return Session(
         recipe,
         strategy,
         seed,
         model,
-        optimizer,
+        turns,
         found,
         (trained, frozen),
         meta_model,
         mode,
         ungrouped,
-        name_of(optimizer, training),
+        name_of(turns[0].optimizer, training),
         small,
         MetricObjects(recipe, strategy),
         loop,
     )
+
+
+def _place_objectives(
+    recipe: Any,
+    strategy: DistributedStrategy,
+    training: TrainingConfig,
+    model: nn.Module,
+    parts: dict[str, frozenset[str]],
+    plan: ParallelPlan,
+    weights: Weights,
+    build_one: Callable[[TrainingConfig, frozenset[str], nn.Module], Optimizer],
+) -> list[Turn]:
+    """Places the model with an optimizer for each objective; `parts` are the parameters of each."""
+    if training.compile and not plan.blocks:
+        raise UserError(
+            "training.compile = true: with several objectives the plan's blocks are compiled, and it has none; name "
+            "them in the recipe's parallel_plan, or leave it out"
+        )
+    let_model_compute(recipe, model)
+    trainings = {name: training_of(training, name) for name in parts}
+    builders = [partial(build_one, trainings[name], parameters) for name, parameters in parts.items()]
+    optimizers = strategy.prepare_several(model, builders, plan, weights)
+    return [
+        Turn(name, NamedObjective(recipe, name), optimizer, parameters, trainings[name].max_grad_norm)
+        for (name, parameters), optimizer in zip(parts.items(), optimizers, strict=True)
+    ]
 
 
 def _check_logits(recipe: Any, strategy: DistributedStrategy, plan: ParallelPlan) -> None:

@@ -32,6 +32,7 @@ from shoal.training.loop import Outcome, Shell
 from shoal.training.loss_check import check_loss
 from shoal.training.meter import flops_per_sample
 from shoal.training.modes import evaluation_mode
+from shoal.training.objectives import combine, evaluate_turns
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
@@ -177,7 +178,7 @@ def _warn_of_jump(
     if schedule_is_by_recipe(recipe, total_steps):
         return
     if then and progress.step < total_steps and (then.max_steps or epoch_size):
-        totals = count_steps(then, epoch_size, progress), total_steps
+        totals = count_steps(then, epoch_size, progress, run.config.dataset.drop_last), total_steps
         if jump := say_jump(then, now, totals, progress.step):
             warn(f"going on from {progress.started_from}, {jump}")
 
@@ -190,11 +191,11 @@ class RecipeBody:
     def __init__(self, shell: Shell):
         session: Session = shell.session
         self.session, self.strategy, self.recipe = session, session.strategy, session.recipe
-        self.model, self.optimizer = session.model, session.optimizer
+        self.model, self.turns = session.model, session.turns
         self.schedule = build_schedule(shell.config.training, shell.total_steps, session.recipe)
         if isinstance(self.schedule, PlateauSchedule):
             self._follow_evaluations(shell, self.schedule)
-        self._max_norm, self._seed = shell.config.training.max_grad_norm, session.seed
+        self._seed = session.seed
         self._report: Report | None = Report(shell)
         self._hooks = shell.hooks
         self.before_update: Callable[[], None] | None = None
@@ -212,11 +213,16 @@ class RecipeBody:
         if self._report is not None:
             with self.first_step(micro_batches, step):
                 return self.take_step(micro_batches, step)
-        set_learning_rate(self.optimizer, self.schedule(step) * self._hooks.run.learning_rate_scale)
-        output = self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-        if self.before_update is not None:
-            self.before_update()
-        return output, self.strategy.step(self.optimizer, self._max_norm)
+        rate, outputs, infos = self.schedule(step) * self._hooks.run.learning_rate_scale, [], []
+        for turn in self.turns:
+            set_learning_rate(turn.optimizer, rate)
+            outputs.append(
+                self.strategy.forward_backward(self.model, micro_batches, turn.objective, step, turn.parameters)
+            )
+            if self.before_update is not None:
+                self.before_update()
+            infos.append(self.strategy.step(turn.optimizer, turn.max_norm))
+        return combine(outputs, infos)
 
     @contextmanager
     def first_step(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[None]:
@@ -226,13 +232,10 @@ class RecipeBody:
         observers = report.shell.observers
         self._check_first_batch(report, micro_batches[0], step)
         self.session.meta_model = None
-        before_update = self.before_update
-        found: list[list[str]] = []
+        before_update, unused_by_update = self.before_update, list[list[str]]()
 
         def look_for_unused() -> None:
-            found.append(find_unused(self.strategy, self.model))
-            # A step may have several updates, each with a part of the gradients.
-            report.unused = [name for name in found[0] if all(name in names for names in found)]
+            unused_by_update.append(find_unused(self.strategy, self.model))
             if before_update is not None:
                 before_update()
 
@@ -240,6 +243,7 @@ class RecipeBody:
         with report.watch():
             yield
         self.before_update = before_update
+        report.unused = [name for name in unused_by_update[0] if all(name in unused for unused in unused_by_update)]
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
@@ -251,14 +255,15 @@ class RecipeBody:
         check_forward_writes(model, micro, self.recipe, self._seed, self.strategy, shell.warn)
         flops = flops_per_sample(model, micro, self.recipe, self._seed, self.strategy.device)
         shell.observers.meter.flops_per_sample = flops
-        if step == 0:
+        if step == 0 and self.turns[0].parameters is None:
             report.loss = check_loss(self.strategy, self.model, micro, self.recipe, shell.warn)
 
     def log(self) -> dict[str, float]:
-        return {"train/learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"]}
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
-        return first_bad_module(self.strategy, self.model, micro_batches[0], self.recipe)
+        reasons = [first_bad_module(self.strategy, self.model, micro_batches[0], turn.objective) for turn in self.turns]
+        return "; ".join(f"{t.name}: {why}" if t.name else why for t, why in zip(self.turns, reasons, strict=True))
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         with evaluation_mode(self.model):
@@ -283,7 +288,7 @@ class RecipeBody:
         evaluation = Evaluation(self.session)
         with self.session.metric_objects.set_aside():
             for micro_batches in batches:
-                evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+                evaluation.add(evaluate_turns(self.strategy, self.model, micro_batches, self.turns))
                 if shell.agree_to_stop():
                     return None
                 shell.watchdog.at("evaluation", shell.step)

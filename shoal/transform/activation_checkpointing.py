@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.utils.checkpoint import (
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.seeding import GeneratorsKept, HostStates
+from shoal.tensors import module_state_kept
+from shoal.torch_private import BATCH_NORM
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
@@ -52,7 +54,10 @@ def apply_activation_checkpointing(
     chosen = names[:: config.every]
     layer = _recompute_all if config.mode == "full" else _recompute_some
     for name in chosen:
-        add_layer(model.get_submodule(name), layer)
+        block = model.get_submodule(name)
+        mixes = any(isinstance(module, BATCH_NORM) for module in block.modules())
+        # Compiled blocks share a graph if they have the same layers, so that only blocks that need it get another one.
+        add_layer(block, partial(layer, with_state_of=block) if mixes else layer)
     return chosen
 
 
@@ -61,14 +66,22 @@ def num_recomputed() -> int:
     return _Recomputing.times
 
 
-def _recompute_all(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recompute_all(
+    forward: Callable[..., Any], *args: Any, with_state_of: nn.Module | None = None, **kwargs: Any
+) -> Any:
+    """Runs the forward, and again in the backward; running statistics in `with_state_of` move in the first alone."""
     if torch.compiler.is_compiling():
         return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
-    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=_watched)
+    contexts = partial(_watched, with_state_of)
+    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _recompute_some(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    contexts = _kept_by_operation if torch.compiler.is_compiling() else _kept_by_operation_watched
+def _recompute_some(
+    forward: Callable[..., Any], *args: Any, with_state_of: nn.Module | None = None, **kwargs: Any
+) -> Any:
+    """As `_recompute_all`, but keeps the outputs of some operations."""
+    watched = partial(_kept_by_operation_watched, with_state_of)
+    contexts = _kept_by_operation if torch.compiler.is_compiling() else watched
     return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -97,37 +110,44 @@ class _Forward(AbstractContextManager[None]):
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Is entered around a recomputation, counts it, and repeats the random numbers of its forward."""
+    """Is entered around a recomputation, counts it, and repeats the random numbers of its forward.
+
+    Afterwards the buffers of a block that has a BatchNorm are as before: the forward has moved them once.
+    """
 
     times = 0
 
-    def __init__(self, inner: AbstractContextManager[Any], forward: _Forward) -> None:
+    def __init__(self, inner: AbstractContextManager[Any], forward: _Forward, block: nn.Module | None) -> None:
         self._inner, self._forward = inner, forward
+        self._state = module_state_kept([block] if block else [])
 
     def __enter__(self) -> None:
         _Recomputing.times += 1
+        self._state.__enter__()  # outside of `inner`, which would take its copies for a part of the block
         self._inner.__enter__()
         self._generators = GeneratorsKept(self._forward.states)
         self._generators.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         self._generators.__exit__()
-        return self._inner.__exit__(*error)
+        result = self._inner.__exit__(*error)
+        self._state.__exit__(None, None, None)  # also when torch ends the recomputation early, by an exception
+        return result
 
 
-def _watched() -> Contexts:
+def _watched(block: nn.Module | None) -> Contexts:
     forward = _Forward(nullcontext())
-    return forward, _Recomputing(nullcontext(), forward)
+    return forward, _Recomputing(nullcontext(), forward, block)
 
 
 def _kept_by_operation() -> Contexts:
     return create_selective_checkpoint_contexts(_policy())
 
 
-def _kept_by_operation_watched() -> Contexts:
+def _kept_by_operation_watched(block: nn.Module | None) -> Contexts:
     inner_forward, recomputation = _kept_by_operation()
     forward = _Forward(inner_forward)
-    return forward, _Recomputing(recomputation, forward)
+    return forward, _Recomputing(recomputation, forward, block)
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:

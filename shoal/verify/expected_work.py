@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
-from shoal.config.batch import accumulation
+from shoal.config.batch import accumulation, leaves_one
 from shoal.config.layout import Layout
 from shoal.config.mesh import data_size
 from shoal.types import BatchPhase
@@ -76,6 +76,8 @@ class Case:
     """The shapes of all parameters, by name."""
     trained: Collection[str]
     """The names of the parameters that have gradients."""
+    has_objectives: bool = False
+    """True if a step has several losses, each of some parameters, which use parameters as often as they like."""
 
     @property
     def recomputes(self) -> bool:
@@ -92,7 +94,9 @@ class Case:
         """The fraction of a step's samples, including fillers, on the rank that runs the most."""
         if self.layout.compile:
             return None  # torch's FLOP counter does not see compiled matrix products
-        fraction = min(1.0, self.micro_batches * self.batches.batch_size / self.batches.global_batch_size)
+        batch_size, samples = self.batches.batch_size, self.batches.global_batch_size
+        joined = batch_size == 2 and leaves_one(samples, batch_size)  # a micro-batch of three; see `num_runs`
+        fraction = min(1.0, (self.micro_batches * batch_size + joined) / samples)
         return fraction * 4 / 3 if self.recomputes else fraction
 
     def numel(self, names: Collection[str]) -> int:
@@ -193,6 +197,12 @@ _BY_STRATEGY = {"single": _replicated, "ddp": _replicated, "fsdp": _sharded, "de
 def expected_work(case: Case) -> ExpectedWork:
     """Returns what a layout should cost each rank."""
     work = _BY_STRATEGY[case.layout.strategy](case)
+    if case.has_objectives and case.layout.strategy == "fsdp":
+        work = replace(work, collectives=dict.fromkeys(work.collectives, REQUIRED))
+    if case.layout.sync_batch_norm and case.layout.world_size > 1:
+        # Statistics are gathered in the forward and summed in the backward; their bytes depend on the model.
+        least = {kind: work.collectives.get(kind, ALLOWED).low for kind in (ALL_GATHER, ALL_REDUCE)}
+        work = replace(work, collectives={**work.collectives, **{kind: Range(low, inf) for kind, low in least.items()}})
     if case.layout.world_size > 1:
         # Persistent buffers are sent before each step.
         return replace(work, collectives={"broadcast": ALLOWED, **work.collectives})

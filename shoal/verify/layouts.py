@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.config import Run, check_run, derive_batches
 from shoal.config.batch import accumulation
-from shoal.config.layout import Layout, layout_of
+from shoal.config.layout import Layout, check_objectives, layout_of
 from shoal.config.mesh import data_size, micro_batches_needed, say_mesh
 from shoal.config.schema_distributed import DeepSpeedConfig
 from shoal.config.yaml import Tree
@@ -149,6 +149,7 @@ def why_not(run: Run, candidate: Candidate, procs: int) -> str | None:
         if -1 in mesh.values() and procs < needed:
             return f"{procs} processes are too few for this mesh; use --procs {needed} or more"
         layout = layout_on(new_run, procs)
+        check_objectives(layout, run.recipe_type(run.recipe_config))
         return _why_model_does_not_fit(new_run, layout) if strategy == "mesh" else None
     except UserError as error:
         return str(error)
@@ -181,11 +182,15 @@ def _half_weights(run: Run) -> str | None:
 
 
 def reference_run(run: Run, procs: int) -> Run:
-    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled."""
+    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled.
+
+    With synced BatchNorms, which mix the samples of a micro-batch of all ranks, it has these as its micro-batches.
+    """
     batch = derive_batches(run.config.training, procs)[0].global_batch_size
+    micro_batch = _synced_batch_size(run, procs) if run.config.training.sync_batch_norm else batch
     without_options = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
     changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
-    return with_changes(run, changes, {**_batches(batch, batch), **without_options})
+    return with_changes(run, changes, {**_batches(batch, micro_batch), **without_options})
 
 
 def candidate_run(run: Run, candidate: Candidate, procs: int) -> Run:
@@ -193,12 +198,20 @@ def candidate_run(run: Run, candidate: Candidate, procs: int) -> Run:
     into two if it does not say."""
     training, phase = run.config.training, derive_batches(run.config.training, procs)[0]
     batch_size = phase.batch_size
-    if training.batch_size is None:
-        layout = layout_on(with_changes(run, candidate.changes), procs)
+    layout = layout_on(with_changes(run, candidate.changes), procs)
+    if training.sync_batch_norm:
+        batch_size = ceil(_synced_batch_size(run, procs) / data_size(layout.mesh))
+    elif training.batch_size is None:
         configured = 2 if training.gradient_accumulation is None else accumulation(phase, procs)
         least = micro_batches_needed(layout.schedule, layout.mesh["pp"])
         batch_size = ceil(phase.global_batch_size / (max(configured, least) * data_size(layout.mesh)))
     return with_changes(run, candidate.changes, _batches(phase.global_batch_size, batch_size))
+
+
+def _synced_batch_size(run: Run, procs: int) -> int:
+    """Returns the samples of all ranks in one micro-batch."""
+    phase = derive_batches(run.config.training, procs)[0]
+    return min(phase.batch_size * procs, phase.global_batch_size)
 
 
 def _batches(global_batch_size: int, batch_size: int) -> Tree:

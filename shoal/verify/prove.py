@@ -125,7 +125,8 @@ def prove(
             on_verdict(verdicts[-1])
             continue
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
-        expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
+        has_objectives = bool(run.recipe_type(run.recipe_config).objectives())
+        expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients, has_objectives))
         checks = compare(reference, traces, expected, layout.precision)
         verdicts.append(
             Verdict(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ from shoal.config.mesh import coordinates
 from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
+from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import Loop, from_config
@@ -30,9 +32,10 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.hooks import Hooks
 from shoal.training.metric_sums import means, sum_over_ranks, to_host
 from shoal.training.modes import evaluation_mode
+from shoal.training.objectives import Turn, combine, evaluate_turns
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.session import assemble
-from shoal.types import MicroBatch, StepOutput, TrainState, is_defined
+from shoal.types import MicroBatch, StepInfo, StepOutput, TrainState, is_defined
 from shoal.verify.body import GradientsOfBody
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
 from shoal.verify.gradients import set_gradients
@@ -41,7 +44,7 @@ AVERAGES = ("ema", "swa")
 """The built-in callbacks whose tensors every layout must have alike."""
 UPDATE_LEARNING_RATE = 0.01
 """For the update alone: large enough that weight decay is far above the precision of the weights."""
-SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0}
+SGD_TRAINING = {"optimizer": SGD(momentum=0.9), "learning_rate": 0.1, "weight_decay": 0.0, "objectives": {}}
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ class _Tracer:
         self.run, self.trace = run, Trace()
         self.strategy = from_config(run.config)
         self.recipe = run.make_recipe()
-        self._has_loss = is_defined(self.recipe.loss) and is_defined(self.recipe.inputs)
+        has_inputs = is_defined(self.recipe.loss) and is_defined(self.recipe.inputs)
+        self._has_loss = has_inputs or bool(self.recipe.objectives())
         once_per_node(self.strategy.world, self.recipe.prepare_data)
 
     def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
@@ -155,55 +159,65 @@ class _Tracer:
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
-        norms = {name: module for name, module in self.model.named_modules() if isinstance(module, BATCH_NORM)}
-        trace.mixing = [name for name, module in norms.items() if module.running_mean is None]
+        trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)
         hooks.call("on_start")
         with closing(self._loader()) as loader:
-            batches, measured, seen, expected = iter(loader), list[Mapping[str, Any]](), set[int](), 0
+            batches, measured, seen, expected = iter(loader), list[Mapping[str, Any]](), set[tuple[int, int]](), 0
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
             for step, micro_batches in enumerate(islice(batches, steps)):
                 hooks.call("before_step")
-                with watch if step == 0 else nullcontext(), seeds_at_forward(self.model) as seeds:
-                    output = self._forward_backward(micro_batches, step, counting=step < 2)  # the first sets things up
-                if step == 0:
-                    trace.rng = self._rng()
-                    if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(micro_batches):
-                        trace.draws = watch.draws
-                    trace.gradients = self._gradients()
-                    trace.max_norm = shared.max_norm if shared else norm(trace.gradients) / 2
-                    set_learning_rate(self.optimizer, 1 / max(1.0, trace.max_norm))  # no update longer than 0.1
-                seen |= set(seeds)
-                expected += len(micro_batches) if seeds else 0  # stages of a pipeline are called instead of the model
-                self._note_desync(micro_batches, loader)
-                trace.losses.append(output.loss.item())
+                if step < 2:  # the first sets things up
+                    trace.flops, trace.collective_bytes = 0, {}
+                outputs, infos = list[StepOutput](), list[StepInfo]()
+                for number, turn in enumerate(self.turns):
+                    with watch if step == 0 else nullcontext(), seeds_at_forward(self.model) as seeds:
+                        outputs.append(self._forward_backward(turn, micro_batches, step, counting=step < 2))
+                    if step == 0:
+                        if number == 0:
+                            trace.rng = self._rng()
+                            trace.max_norm = shared.max_norm if shared else norm(self._gradients()) / 2
+                            self._set_learning_rates(1 / max(1.0, trace.max_norm))  # no update longer than 0.1
+                        if isinstance(watch, WatchDraws) and watch.draws and self._seed_matters(turn, micro_batches):
+                            trace.draws = watch.draws
+                        trace.gradients |= self._gradients()
+                    seen |= {(number, seed) for seed in seeds}  # turns of one step have the same seeds
+                    if self.strategy.layout.mesh["pp"] == 1:  # a pipeline calls stages instead of the model
+                        expected += len(micro_batches)
+                    self._note_desync(micro_batches, loader)
+                    trace.losses.append(outputs[-1].loss.item())
+                    hooks.call("before_update")
+                    infos.append(self.strategy.step(turn.optimizer, trace.max_norm))
+                    trace.grad_norms.append(infos[-1].grad_norm.item())
+                output, info = combine(outputs, infos)
                 measured.append(output.metrics)
-                hooks.call("before_update")
-                info = self.strategy.step(self.optimizer, trace.max_norm)
-                trace.grad_norms.append(info.grad_norm.item())
                 hooks.run.step, hooks.run.output, hooks.run.info = step + 1, output, info
                 hooks.call("after_step")
             trace.hook_tensors = _whole(dict(hooks.state().tensors))  # type: ignore[arg-type]
             trace.reuses_seeds = len(seen) < expected
             self._note_metrics(measured)
             trace.sgd_weights = _whole(self.session.state().model)
-            kept = (value for slots in self.optimizer.state.values() for value in slots.values())
+            kept = (value for turn in self.turns for slots in turn.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             next_batch = next(batches)
             trace.evaluation = [self._evaluate(next_batch)] if self._has_loss else []
             if shared is not None:
                 self.session.load_state(TrainState(shared.weights, {}))
-            self._forward_backward(next_batch, steps)
-            trace.later_gradients = self._gradients()
+            for turn in self.turns:
+                if turn is not self.turns[0]:
+                    self.model.zero_grad()
+                self._forward_backward(turn, next_batch, steps)
+                trace.later_gradients |= self._gradients()
 
     def train_with_adamw(self, steps: int) -> None:
         training = self.run.config.training
         optimizer = training.optimizer if isinstance(training.optimizer, AdamW) else AdamW()
-        self._prepare({"optimizer": optimizer, "weight_decay": training.weight_decay or 0.1})
+        self._prepare({"optimizer": optimizer, "weight_decay": training.weight_decay or 0.1, "objectives": {}})
         with closing(self._loader()) as loader:
             for step, micro_batches in enumerate(islice(loader, steps)):
-                self._forward_backward(micro_batches, step)
-                self.strategy.step(self.optimizer, self.trace.max_norm)
+                for turn in self.turns:
+                    self._forward_backward(turn, micro_batches, step)
+                    self.strategy.step(turn.optimizer, self.trace.max_norm)
         self.trace.adamw_weights = _whole(self.session.state().model)
 
     def update_alone(self, shared: Shared) -> None:
@@ -212,7 +226,7 @@ class _Tracer:
         After the first update, state is collected and loaded, as a checkpoint is. The second gradient is another one:
         with the first one again, AdamW would take the same step whatever its betas are.
         """
-        set_learning_rate(self.optimizer, UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
+        self._set_learning_rates(UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
         self.session.load_state(TrainState(self.trace.start, {}))
         self.trace.updated, moments = self._update_with(shared.gradients, shared.max_norm)
         self.trace.moments = {f"{name} {slot}": t for name, slots in moments.items() for slot, t in slots.items()}
@@ -220,7 +234,7 @@ class _Tracer:
         self.trace.resumed, _ = self._update_with(shared.later_gradients, shared.max_norm)
         infinite = {name: torch.full_like(gradient, inf) for name, gradient in shared.gradients.items()}
         after, _ = self._update_with(infinite, shared.max_norm)
-        self.trace.update_norms.pop()
+        del self.trace.update_norms[-len(self.turns) :]
         self.trace.skips_infinite = all(torch.equal(after[name], t) for name, t in self.trace.resumed.items())
 
     def _update_with(
@@ -229,9 +243,15 @@ class _Tracer:
         """Returns the whole weights and optimizer state after an update with these gradients."""
         if self.strategy.layout.engine == "deepspeed":
             with closing(self._loader()) as loader:
-                self._forward_backward(next(iter(loader)), 0)
-        set_gradients(self.strategy, self.model, gradients, self._loss_scale())
-        self.trace.update_norms.append(self.strategy.step(self.optimizer, max_norm).grad_norm.item())
+                self._forward_backward(self.turns[0], next(iter(loader)), 0)
+        for turn in self.turns:
+            its = (
+                gradients
+                if turn.parameters is None
+                else {name: g for name, g in gradients.items() if name in turn.parameters}
+            )
+            set_gradients(self.strategy, self.model, its, self._loss_scale())
+            self.trace.update_norms.append(self.strategy.step(turn.optimizer, max_norm).grad_norm.item())
         state = self.session.state()
         flat = _whole({f"{name} {slot}": t for name, slots in state.optimizer.items() for slot, t in slots.items()})
         moments: dict[str, dict[str, Tensor]] = {}
@@ -256,9 +276,10 @@ class _Tracer:
             by_recipe=False,
             loop=loop,
         )
-        self.model, self.optimizer = self.session.model, self.session.optimizer
+        self.model, self.turns = self.session.model, self.session.turns
         self._body = GradientsOfBody(self.session, body) if body is not None else None
-        self.trace.frozen_statistics = freeze_batch_statistics(self.model)
+        if not training.sync_batch_norm:
+            self.trace.frozen_statistics = freeze_batch_statistics(self.model)
 
     def _hooks(self, steps: int) -> Hooks:
         """Returns the hooks of the recipe, and those built-in callbacks that keep something of the weights.
@@ -270,7 +291,7 @@ class _Tracer:
             recipe=self.recipe,
             strategy=self.strategy,
             model=self.model,
-            optimizer=self.optimizer,
+            optimizer=self.session.optimizer,
             output_dir=Path(self.run.config.output_dir),
             step=0,
             total_steps=steps,
@@ -278,16 +299,28 @@ class _Tracer:
         averages = tuple(choice for choice in self.run.callbacks if choice.name.partition(".")[0] in AVERAGES)
         return Hooks(self.recipe, averages, handle)
 
+    def _set_learning_rates(self, factor: float) -> None:
+        for turn in self.turns:
+            set_learning_rate(turn.optimizer, factor)
+
     def _loader(self) -> Loader:
         batches = BatchSchedule(derive_batches(self.run.config.training, self.strategy.data_size))
         return self.session.loader(self.recipe.train_data(), batches)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False) -> StepOutput:
+    def _forward_backward(
+        self, turn: Turn, micro_batches: Sequence[MicroBatch], step: int, counting: bool = False
+    ) -> StepOutput:
+        compute = partial(
+            self.strategy.forward_backward, self.model, micro_batches, turn.objective, step, turn.parameters
+        )
+        if self._body is not None:
+            compute = partial(self._body.forward_backward, micro_batches, step)
         if not counting:
-            return self._compute(micro_batches, step)
+            return compute()
         with CountCollectives() as collectives, flop_counter() as flops:
-            output = self._compute(micro_batches, step)
-        self.trace.flops, self.trace.collective_bytes = flops.get_total_flops(), dict(collectives.bytes)
+            output = compute()
+        self.trace.flops += flops.get_total_flops()
+        self.trace.collective_bytes = dict(collectives.bytes + Counter(self.trace.collective_bytes))
         return output
 
     def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -298,12 +331,7 @@ class _Tracer:
                 self.trace.metrics.setdefault(f"train/{name}", []).append(value)
         self.trace.metrics |= {f"train/{name}": [value] for name, value in objects.compute(paths).items()}
 
-    def _compute(self, micro_batches: Sequence[MicroBatch], step: int) -> StepOutput:
-        if self._body is not None:
-            return self._body.forward_backward(micro_batches, step)
-        return self.strategy.forward_backward(self.model, micro_batches, self.recipe, step)
-
-    def _seed_matters(self, micro_batches: Sequence[MicroBatch]) -> bool:
+    def _seed_matters(self, turn: Turn, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns whether the loss depends on random numbers; some models draw them and do not use them."""
         if not self._has_loss:
             return True
@@ -312,7 +340,7 @@ class _Tracer:
         for seed in (1, 2):
             hook = seed_at_forward(self.model, seed, self.strategy.device)
             with self.session.metric_objects.set_aside():
-                losses.add(self.strategy.evaluate(self.model, micro_batches, self.recipe).total.item())
+                losses.add(self.strategy.evaluate(self.model, micro_batches, turn.objective).total.item())
             hook.remove()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
@@ -323,7 +351,7 @@ class _Tracer:
         with evaluation_mode(self.model), self.session.metric_objects.set_aside():
             self.strategy.sync_buffers(self.model)
             evaluation = Evaluation(self.session)
-            evaluation.add(self.strategy.evaluate(self.model, micro_batches, self.recipe))
+            evaluation.add(evaluate_turns(self.strategy, self.model, micro_batches, self.turns))
             values = evaluation.values()
         loss = values.pop("loss")
         self.trace.metrics |= {f"eval/{name}": [value] for name, value in values.items()}

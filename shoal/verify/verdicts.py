@@ -36,6 +36,7 @@ class Table:
         self._started = False
 
     def add(self, verdict: Verdict) -> None:
+        """Prints the row of a verdict."""
         console = _console()
         if not self._started:
             self._started = True

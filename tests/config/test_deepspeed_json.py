@@ -436,7 +436,7 @@ REFUSED: dict[str, tuple[dict[str, Any], TrainingConfig, str]] = {
     "a number for cpu_checkpointing": (
         {"activation_checkpointing": {"cpu_checkpointing": 1}},
         run(),
-        "cpu_checkpointing (ds.json: activation_checkpointing.cpu_checkpointing) = 1: should be a valid boolean",
+        "cpu_checkpointing (ds.json: activation_checkpointing.cpu_checkpointing) = 1: should be true or false",
     ),
     "NaN for clipping": ({"gradient_clipping": math.nan}, run(), "NaN contradicts training.max_grad_norm"),
     "true for clipping": ({"gradient_clipping": True}, run(), "= true contradicts training.max_grad_norm"),

@@ -1,3 +1,4 @@
+import itertools
 import multiprocessing
 import os
 import random
@@ -150,7 +151,7 @@ def test_fillers_repeat_the_first_samples_of_the_step_with_weight_0():
         next(iter(Loader(Numbers(100), stack, batches, seed=0, data_rank=r, data_size=3, shuffle=False)))
         for r in range(3)
     ]
-    assert [(list(m.ids), m.weight) for [m] in ranks] == [([0, 1, 2, 3], 1), ([4], 1), ([0, 1, 2, 3], 0)]
+    assert [(list(m.ids), m.weight) for [m] in ranks] == [([0, 1, 2], 1), ([3, 4], 1), ([0, 1, 2, 3], 0)]
     [filler] = next(iter(Loader(Numbers(100), stack, BatchSchedule.constant(1, 3), seed=0, data_rank=1, data_size=2)))
     assert len(filler.ids) == 3
     assert filler.weight == 0
@@ -413,3 +414,39 @@ def test_tensors_are_pinned(num_workers):
         assert micro.data["pair"][0].is_pinned()
         assert micro.data["pair"][1][0].is_pinned()
         assert micro.data["name"] == "kept"
+
+
+class Finite:
+    """A stream of thirteen samples."""
+
+    def open(self, start):
+        return ({"x": torch.tensor(i)} for i in range(start, 13))
+
+
+class Shards:
+    num_shards = 2
+
+    def open(self, shard, offset):
+        return ({"x": torch.tensor(2 * item + shard)} for item in itertools.count(offset))
+
+
+def ids_by_rank(dataset, batches, **options):
+    """Returns the samples of each micro-batch that is not a filler, by rank and step."""
+    ranks = [Loader(dataset, stack, batches, seed=0, data_rank=rank, data_size=2, **options) for rank in range(2)]
+    return [[[m.data["x"].tolist() for m in step if m.weight] for step in loader] for loader in ranks]
+
+
+def test_a_stream_that_ends_leaves_no_micro_batch_of_one_sample():
+    first, second = ids_by_rank(Finite(), BatchSchedule.constant(16, 4))
+    assert first == [[[0, 1, 2, 3], [8, 9, 10]]]
+    assert second == [[[4, 5, 6, 7], [11, 12]]]
+
+
+def test_drop_last_leaves_out_the_end_of_a_stream():
+    assert ids_by_rank(Finite(), BatchSchedule.constant(8, 4), drop_last=True) == [[[[0, 1, 2, 3]]], [[[4, 5, 6, 7]]]]
+
+
+def test_shards_leave_no_micro_batch_of_one_sample():
+    first, second = ids_by_rank(Shards(), BatchSchedule.constant(9, 4), end=9)
+    assert first == [[[0, 2, 4], [6, 8]]]
+    assert second == [[[1, 3, 5, 7]]]

@@ -195,7 +195,7 @@ def test_a_model_that_ddp_cannot_train(sharded: tuple[float, float], note: Calla
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("told", "options"),
+    ("answer", "options"),
     [
         ("optimizer offloaded", {"offload_optimizer": "cpu"}),
         ("all offloaded", {"offload_optimizer": "cpu", "offload_parameters": "cpu"}),

@@ -70,7 +70,7 @@ def test_a_place_without_room(tmp_path: Path) -> None:
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with (
-        pytest.raises(UserError, match=r"offload_optimizer on a disk needs .* there is no C\+\+ compiler here"),
+        pytest.raises(UserError, match=r"offload_optimizer on a disk needs a C\+\+ compiler"),
         DeepSpeedStrategy(device="cpu", stage=3, offload_optimizer=str(tmp_path)) as strategy,
     ):
         strategy.prepare(nn.Linear(2, 2), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), ParallelPlan())

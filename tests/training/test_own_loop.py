@@ -340,6 +340,48 @@ def test_the_best_needs_its_metric(toy: ToyRun, bodies: Any) -> None:
             run.train(bodies.body)
 
 
+COUNTING = """class Counting(nn.Sequential):
+    def __init__(self, *modules):
+        super().__init__(*modules)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input):
+        self.calls += 1
+        return super().forward(input)
+
+
+class Toy"""
+
+
+def count_calls(config: Path) -> float:
+    """Takes a step of five samples in micro-batches of two; returns how often the model was called, by its buffer."""
+    import bodies
+
+    options = {**QUIET, "training.batch_size": 2, "training.global_batch_size": 5, "training.max_steps": 1}
+    with shoal.Run(config, **options) as run:
+        for step in run.steps():
+            bodies.body(run, step)
+            calls = run.session.model.calls.item()
+    return calls
+
+
+def test_a_filler_leaves_buffers_as_they_are(
+    toy: ToyRun, bodies: Any, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("class Toy", COUNTING)
+    change_recipe("return nn.Sequential(", "return Counting(")
+    assert pool2.run(count_calls, toy.config, init=False) == [2, 1]  # the second of rank 1 is a filler
+
+
+def test_objectives_are_refused(toy: ToyRun, bodies: Any, change_recipe: Callable[[str, str], None]) -> None:
+    objectives = "    def objectives(self):\n        return {'first': ['0'], 'last': ['3']}\n\n    def inputs("
+    change_recipe("    def inputs(", objectives)
+    with pytest.raises(UserError, match=r"training.body = 'the loop of a script': the recipe has several objectives"):
+        train_by_hand(toy, bodies.body)
+    with pytest.raises(UserError, match=r"training.body = 'bodies:body': .*objectives \(first, last\), which steps"):
+        shoal.train(toy.config, **{**QUIET, "training.body": "bodies:body"})
+
+
 CALLBACKS = """
 from shoal.callbacks import Callback
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shoal.config.layout import Layout
 from shoal.parallel.sharding.frozen import FrozenWatch
 from shoal.strategies.engines.plain import PlainEngine, Reduction
-from shoal.tensors import DTYPES
+from shoal.tensors import DTYPES, module_state_kept
 
 
 class FSDPEngine(PlainEngine):
@@ -72,6 +72,18 @@ class FSDPEngine(PlainEngine):
                 # Both are needed, because gloo has no PREMUL_SUM.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+
+    def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
+        """Runs one backward with a gradient of zero, while all trained parameters require gradients.
+
+        fully_shard decides in its first forward in which dtype a unit's gradients are exchanged, from the parameters
+        that require one. With several objectives some of them do not in the first forward of a step.
+        """
+        self.is_warm = True
+        with module_state_kept([self.module]):
+            loss = loss_of_batch()
+            loss.backward(torch.zeros_like(loss))
+        self.module.zero_grad()
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         self.check_frozen()  # what earlier forwards have done

@@ -52,6 +52,9 @@ class PlainEngine:
     def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
         """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
 
+    def exchange(self) -> None:
+        """Runs after the last backward of a step, for an engine that does not exchange gradients in the backward."""
+
     def check_frozen(self) -> None:
         """Refuses a model that has changed frozen parameters in a step, if the engine would lose the change."""
 
