@@ -134,8 +134,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_resume_to_the_bit_and_train_as_one(toy: ToyRun, bodies: Any, pool2: Pool, layout: str) -> None:
-    # 5 samples in micro-batches of 2 on two ranks: 2 + 2, then 1 and a filler.
-    options = {**LAYOUTS[layout], "training.batch_size": 2, "training.global_batch_size": 5}
+    # 8 samples in micro-batches of 3 on two ranks: 3 + 3, then 2 and a filler.
+    options = {**LAYOUTS[layout], "training.batch_size": 3, "training.global_batch_size": 8}
     options |= {"model.dropout": 0.0, "training.max_steps": 4}
     alone = train_by_hand(toy, bodies.body, **{**options, "experiment.output_dir": toy.folder / "one"})
     run = (train_as_rank, toy.config)
@@ -354,10 +354,10 @@ class Toy"""
 
 
 def count_calls(config: Path) -> float:
-    """Takes a step of five samples in micro-batches of two; returns how often the model was called, by its buffer."""
+    """Takes a step of 8 samples in micro-batches of 3; returns how often the model was called, by its buffer."""
     import bodies
 
-    options = {**QUIET, "training.batch_size": 2, "training.global_batch_size": 5, "training.max_steps": 1}
+    options = {**QUIET, "training.batch_size": 3, "training.global_batch_size": 8, "training.max_steps": 1}
     with shoal.Run(config, **options) as run:
         for step in run.steps():
             bodies.body(run, step)
@@ -371,6 +371,21 @@ def test_a_filler_leaves_buffers_as_they_are(
     change_recipe("class Toy", COUNTING)
     change_recipe("return nn.Sequential(", "return Counting(")
     assert pool2.run(count_calls, toy.config, init=False) == [2, 1]  # the second of rank 1 is a filler
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_synced_batch_norms_train_as_one_process(
+    toy: ToyRun, bodies: Any, pool2: Pool, change_recipe: Callable[[str, str], None], layout: str
+) -> None:
+    change_recipe("nn.Tanh(),", "nn.Sequential(nn.Tanh(), nn.BatchNorm1d(hidden)),")
+    options = {**LAYOUTS[layout], "training.sync_batch_norm": True, "model.dropout": 0.0, "training.max_steps": 3}
+    whole = {"training.batch_size": 6, "training.global_batch_size": 8, "experiment.output_dir": toy.folder / "one"}
+    alone = train_by_hand(toy, bodies.body, **options, **whole)  # 6 + 2
+    halves = {"training.batch_size": 3, "training.global_batch_size": 8}  # 3 + 3, then 2 and a filler
+    pool2.run(train_as_rank, toy.config, toy.output, "loop", {**options, **halves}, init=False)
+    model = shoal.load(toy.output, recipe=load_run(toy.config).recipe_type)
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_objectives_are_refused(toy: ToyRun, bodies: Any, change_recipe: Callable[[str, str], None]) -> None:

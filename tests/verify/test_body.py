@@ -47,7 +47,7 @@ def run_of(toy: ToyRun) -> Any:
     sys.modules.pop("bodies", None)
 
     def load(body: str, *overrides: str) -> Run:
-        batch = ("training.global_batch_size=5", "training.batch_size=2", "training.device=cpu")
+        batch = ("training.global_batch_size=8", "training.batch_size=3", "training.device=cpu")
         return load_run(toy.config, [f"training.body=bodies:{body}", "recipe=toy_recipe:Divisible", *batch, *overrides])
 
     yield load
@@ -95,7 +95,7 @@ def predict_tokens(run: Any, step: Any) -> None:
 
 @pytest.mark.slow
 def test_layouts_that_share_layers_and_tokens(tmp_path: Path, pool2: Pool) -> None:
-    run = llama(tmp_path, global_batch_size=5, batch_size=2, body="verify.test_body:predict_tokens")
+    run = llama(tmp_path, global_batch_size=8, batch_size=3, body="verify.test_body:predict_tokens")
     for verdict in prove(run, 2, ["ddp", "tp", "tp_sp", "cp"], 2, runner=runner_on(pool2, adamw=False)):
         assert verdict.checks, verdict
         assert failed(verdict) == {}, verdict.layout
