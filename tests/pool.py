@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -48,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 300  # long enough that a run does not time out on a busy machine
 GRACE_SECONDS = 1.0  # the time that other ranks have to report their errors after a first one
 STACK_SECONDS = 30  # the time that all ranks have to write their stacks
-MAX_THREADS = 100  # above this, workers are replaced
+MAX_THREADS = 200  # above this, workers are replaced
 """DeepSpeed's engines are never freed, nor are their process groups, whose threads poll a hundred times a second."""
 TAIL_CHARACTERS = 4000  # how much of each worker's output a failure shows
 STACK_SIGNAL = signal.SIGPROF  # unlike SIGUSR1 and SIGTERM, nothing under test handles it
@@ -362,6 +361,5 @@ def _reset(scratch: Path | None) -> bytes:
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(prefix):
                 del sys.modules[name]
-    keep_imports_frozen()
-    gc.collect()  # models and process groups, whose threads would go on polling
+    keep_imports_frozen()  # it frees models and process groups, whose threads would go on polling
     return pickle.dumps(num_threads())
