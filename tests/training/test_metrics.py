@@ -392,7 +392,8 @@ def test_fillers_are_not_measured(pool2: Pool, measured: Callable[[str], ToyRun]
     options = ["dataset.size=5", "training.num_epochs=1", "training.max_steps=null", "training.global_batch_size=4"]
     options += ["training.batch_size=2"]
     pool2.run(train_quietly, toy.config, options, init=False)
-    assert toy.metrics("train/samples") == {1: 2.0, 2: 1.0}  # in step 2 the second rank has a filler alone
+    # No step has a single sample, so the steps have 3 and 2. The second rank has fillers of 2 samples alone.
+    assert toy.metrics("train/samples") == {1: 3.0, 2: 2.0}
 
 
 class OnMeta(Recipe):
