@@ -21,11 +21,12 @@ from verify.runs import bdh, failed, llama, on_text, runner_on, with_adamw
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
 
 
+@with_adamw
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int) -> None:
+def test_a_llama_in_two(tmp_path: Path, pool2: Pool, accumulation: int, adamw: bool) -> None:
     """Neither the 11 samples nor the 259 tokens of the vocabulary are divisible by the number of ranks."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=accumulation)
-    for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=runner_on(pool2)):
+    for verdict in prove(run, 2, ["tp", "tp_sp", "cp"], runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
@@ -36,10 +37,12 @@ def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
-def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool) -> None:
+@with_adamw
+def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool, adamw: bool) -> None:
     """A step has exactly as many micro-batches as the schedule needs; the last one is short."""
     run = llama(tmp_path, global_batch_size=11, gradient_accumulation=2)
-    for verdict in prove(run, 2, ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"], runner=runner_on(pool2)):
+    layouts = ["pp", "pp_gpipe", "pp_interleaved", "pp_zbv"]
+    for verdict in prove(run, 2, layouts, runner=runner_on(pool2, adamw=adamw)):
         assert failed(verdict) == {}, verdict.layout
 
 
