@@ -35,7 +35,9 @@ def test_drop_last_leaves_out_a_short_last_step(normed: ToyRun) -> None:
     assert normed.metrics("train/epoch")[2] == 8 / 11
     assert normed.train(*ONE_EPOCH, "dataset.size=11", "dataset.drop_last=true").step == 2
     with pytest.raises(UserError, match=r"drop_last = true: the 3 samples of the run do not fill a global batch of 4"):
-        normed.train(*ONE_EPOCH, "dataset.size=3", "dataset.drop_last=true", "experiment.output_dir=other")
+        normed.train(
+            *ONE_EPOCH, "dataset.size=3", "dataset.drop_last=true", f"experiment.output_dir={normed.folder}/other"
+        )
 
 
 def test_an_interrupted_run_ends_on_the_same_samples(normed: ToyRun) -> None:
