@@ -35,18 +35,19 @@ class Recipe(HookMethods):
     loss_mixes_samples = False
     """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
     The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
-    has_metrics = False
-    """True if the class defines `metrics`; it is set for every subclass."""
-    prepares_batches = False
-    """True if the class defines `prepare_batch`; it is set for every subclass."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.has_metrics = cls.metrics is not Recipe.metrics
-        cls.prepares_batches = cls.prepare_batch is not Recipe.prepare_batch
 
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
+
+    @property
+    def has_metrics(self) -> bool:
+        """True if `metrics` is defined, by the class or by an attribute of the object."""
+        return getattr(self.metrics, "__func__", None) is not Recipe.metrics
+
+    @property
+    def prepares_batches(self) -> bool:
+        """True if `prepare_batch` is defined, by the class or by an attribute of the object."""
+        return getattr(self.prepare_batch, "__func__", None) is not Recipe.prepare_batch
 
     def prepare_data(self) -> None:
         """Downloads, tokenizes and caches data. Runs in one process of each machine, before any process group

@@ -82,3 +82,14 @@ def test_terms_of_the_loss_are_counted() -> None:
 @pytest.mark.parametrize("shape", [(4,), (4, 10), (4, 10, 2)])
 def test_labels_that_are_no_integers_count_as_samples(shape: tuple[int, ...]) -> None:
     assert Recipe().count({"x": torch.zeros(4, 9), "labels": torch.rand(shape)}) == 4
+
+
+def test_methods_may_be_given_to_an_object() -> None:
+    """What a recipe defines is asked of the object: a method that it was given later must not be left out."""
+    recipe = Recipe()
+    assert not recipe.has_metrics
+    assert not recipe.prepares_batches
+    recipe.metrics = lambda output, batch: {}
+    recipe.prepare_batch = lambda batch, rng: batch
+    assert recipe.has_metrics
+    assert recipe.prepares_batches
