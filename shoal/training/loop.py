@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from shoal.types import MicroBatch, StepInfo, StepOutput
 
 _REQUEST = 1 << 40
 """Added to what ranks agree on after a step if hooks have asked for something; above the number of any signal."""
+_NEVER = sys.maxsize
+"""The interval, in steps, of what is not asked for."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,18 @@ class Shell:
 
         Whoever iterates computes the step, and puts its results into `taken`.
         """
-        training, saving, every = self.config.training, self.config.checkpoint, self.config.logging.every
+        training, saving = self.config.training, self.config.checkpoint
+        log_every, eval_every, save_every, keep_every, compare_every, collect_every = (
+            interval or _NEVER  # not a method that is asked six times a step
+            for interval in (
+                self.config.logging.every,
+                training.eval_steps,
+                saving.every,
+                saving.keep_every,
+                self.config.distributed.desync_steps,
+                training.gc_steps,
+            )
+        )
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
         hooks, handle, before_step = self.hooks, self.hooks.run, bool(self.hooks.calls["before_step"])
         watchdog.at("waiting for data", self.step + 1)
@@ -153,18 +167,19 @@ class Shell:
                 self.count_step()
                 advance(self.step)
                 watchdog.started = True
-                if self._due(every) or self.step in (self.first_step + 1, self.total_steps):
+                if self.step % log_every == 0 or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
                     if handle.requested_return is not None:
                         self.goes_back = self._go_back(handle.requested_return)
                         return
-                if self._due(training.eval_steps):
+                if self.step % eval_every == 0:
                     self.evaluate(body)
-                if (self._save_soon or self._due(saving.every, saving.keep_every)) and self.step != self.total_steps:
+                is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
+                if is_due and self.step != self.total_steps:
                     self.save()  # the last step is saved by `finish`, when it is evaluated too
-                if self._due(self.config.distributed.desync_steps):
+                if self.step % compare_every == 0:
                     self.check_sync(micro_batches)
-                if self._due(training.gc_steps):
+                if self.step % collect_every == 0:
                     gc.collect(1)
                 if self.agree_to_stop() or handle.stop_reason is not None:
                     break
@@ -193,12 +208,6 @@ class Shell:
                 raise
             self.stopped_by = signal.SIGINT
 
-    def _due(self, *intervals: int | None) -> bool:
-        for every in intervals:  # noqa: SIM110  a generator is a call for each
-            if every is not None and self.step % every == 0:
-                return True
-        return False
-
     def _go_back(self, reason: str) -> GoBack:
         self._wait_for_disk()
         last, position = self.checkpoints.manager.saved_step or 0, self.loaders.train.position
@@ -222,7 +231,7 @@ class Shell:
 
     def owes_evaluation(self) -> bool:
         """Returns whether the checkpoint that this run resumed from was due for an evaluation that never ran."""
-        due = self._due(self.config.training.eval_steps) or self.step >= self.total_steps
+        due = self.step % (self.config.training.eval_steps or _NEVER) == 0 or self.step >= self.total_steps
         return due and 0 < self.step == self.first_step and not self.checkpoints.progress.evaluated
 
     def agree_to_stop(self) -> bool:
@@ -253,7 +262,7 @@ class Shell:
         """Reads the numbers of the last steps from the device, for which the host waits."""
         self.watchdog.at("reading metrics", self.step)
         # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
-        in_files = self._due(self.config.logging.every) or self.step in (1, self.total_steps)
+        in_files = self.step % self.config.logging.every == 0 or self.step in (1, self.total_steps)
         metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log()}
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.loaders.epoch_size:
