@@ -252,6 +252,11 @@ class LaunchConfig(Section):
         return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[2])
 
     @property
+    def is_elastic(self) -> bool:
+        """True if the run may go on with fewer machines."""
+        return self.min_nodes < self.max_nodes
+
+    @property
     def processes(self) -> int:
         """The number of processes on all machines, if all are there."""
         return self.max_nodes * self.procs_per_node

@@ -18,19 +18,11 @@ import torch.distributed as dist
 from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
+from shoal.launch.ends import FINAL_EXIT_CODE, log_path
 from shoal.launch.mistakes import RecipeFailure, harmless
 from shoal.processes.board import board_section, connect_to_board
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
-
-FINAL_EXIT_CODE = "final exit code"
-"""The key of the board under which a worker puts the exit code of a run that would fail again if restarted."""
-
-
-def log_path(run: Run, rank: int) -> Path:
-    """Returns the log file of a rank in the run folder."""
-    return Path(run.config.output_dir) / "logs" / f"rank_{rank}.log"
-
 
 @contextmanager
 def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[int]:
