@@ -95,10 +95,16 @@ def set_variables(config: Path, overrides: Sequence[str]) -> None:
     from shoal.config.overrides import read_with_overrides
     from shoal.config.schema import LaunchConfig
     from shoal.config.validation import validate
+    from shoal.launch.workers import QUIET_LAUNCHER
+    from shoal.processes.detect import is_worker
 
     tree, sources = read_with_overrides(config, overrides)
     launch = tree.get("launch")
-    if isinstance(launch, dict) and "env" in launch:
+    if not isinstance(launch, dict):
+        return
+    if launch.get("nodes", 1) != 1 and not is_worker():
+        os.environ.setdefault(*QUIET_LAUNCHER)
+    if "env" in launch:
         tree = {"launch": {"env": launch["env"]}}
         os.environ |= validate(dict[Literal["launch"], LaunchConfig], tree, sources)["launch"].env
 

@@ -115,12 +115,14 @@ class _Launcher:
         failures, max_restarts = 0, self.run.config.launch.max_restarts
         for attempt in count():
             members = self._gather(attempt)
-            exit_codes = self._run_workers(attempt, [*members])
-            lost, leaving = self._wait_for_results(attempt, members, exit_codes)
-            code = self._final_exit_code(exit_codes, lost, leaving)
+            self._run_workers(attempt, [*members])
+            results = self._wait_for_results(attempt, members)
+            lost = [self.peers.name_of(node) for node in members if node not in results]
+            exit_codes = {int(rank): code for one in results.values() for rank, code in one.exit_codes.items()}
+            code = self._final_exit_code(exit_codes, [*results.values()], lost)
             if code is not None:
                 return self._end(code)
-            if leaving and not lost:
+            if not lost and (leaving := [one.name for one in results.values() if one.signal]):
                 cause = f"{', '.join(leaving)} left the run"
             else:
                 failures += 1
@@ -164,36 +166,29 @@ class _Launcher:
                 _say(f"waiting for {missing} to connect to {where} for {waited:.0f} s ({limit})")
             self._pause()
 
-    def _wait_for_results(
-        self, attempt: int, members: Mapping[int, str], exit_codes: dict[int, int]
-    ) -> tuple[list[str], list[str]]:
-        """Waits until the processes of all members have ended, and adds their exit codes.
-
-        Returns the names of the machines that are lost, and of those that a signal has told to leave.
-        """
-        others = [node for node in members if node]
-        while not all(self._is_gone(node, members) or self._result(node, attempt) for node in others):
-            if exit_codes or self._has_failed_elsewhere(attempt, members):
+    def _wait_for_results(self, attempt: int, members: Mapping[int, str]) -> dict[int, Status]:
+        """Waits until the processes of all members have ended; returns how, by machine, without those that are lost."""
+        while not all(self._is_gone(node, members) or self._result(node, attempt) for node in members):
+            if self._has_failed_elsewhere(attempt, members) or not self.peers.own.succeeded:
                 self.peers.decide(phase="stopping")
             self._pause(may_end=False)
-        results = [self._result(node, attempt) for node in others]
-        lost = [self.peers.name_of(node) for node, result in zip(others, results, strict=True) if result is None]
-        for result in filter(None, results):
-            exit_codes |= {int(rank): code for rank, code in result.exit_codes.items()}
-        return lost, [result.name for result in results if result and result.leaves]
+        results = {node: self._result(node, attempt) for node in members if not self._is_gone(node, members)}
+        return {node: result for node, result in results.items() if result}
 
     def _result(self, node: int, attempt: int) -> Status | None:
         """Returns the status of a machine whose processes have ended, else None."""
-        status = self.peers.statuses.get(node)
+        status = self.peers.statuses.get(node) if node else self.peers.own
         return status if status and status.attempt == attempt and status.phase != "ready" else None
 
     def _is_gone(self, node: int, members: Mapping[int, str]) -> bool:
         """Returns whether a member is silent, or another launcher has taken its place."""
-        return self.peers.is_lost(node) or self.peers.statuses[node].token != members[node]
+        return node > 0 and (self.peers.is_lost(node) or self.peers.statuses[node].token != members[node])
 
-    def _final_exit_code(self, exit_codes: Mapping[int, int], lost: list[str], leaving: list[str]) -> int | None:
+    def _final_exit_code(
+        self, exit_codes: Mapping[int, int], results: Sequence[Status], lost: Sequence[str]
+    ) -> int | None:
         """Returns the exit code of a run that has ended; None if it should be started again."""
-        if not exit_codes and not lost:
+        if not lost and all(result.succeeded for result in results):
             return 0
         # An error that would come again; the worker has printed it. It comes first: the launcher then stops the other
         # workers, whose exit codes look as if somebody had stopped the run.
@@ -204,9 +199,10 @@ class _Launcher:
         codes = {*exit_codes.values()}
         if codes <= {-number for number in STOP_SIGNALS}:  # the signal came before the first step
             codes = {128 - code for code in codes}
-        stopped = codes & {128 + number for number in STOP_SIGNALS}
+        signals = {result.signal for result in results if result.signal}
+        stopped = codes & {128 + number for number in STOP_SIGNALS} | {128 + number for number in signals}
         # The processes of a launcher that was killed stop by themselves, and so do those of a machine that leaves.
-        return min(stopped) if stopped and not lost and not (leaving and self.is_elastic) else None
+        return min(stopped) if stopped and not lost and not (signals and self.is_elastic) else None
 
     def _end(self, code: int, line: str = "") -> int:
         """Tells the user and the other machines that the run is over."""
@@ -222,6 +218,8 @@ class _Launcher:
             return f"{json.loads(self.board.get(report_key))['who']} hung"
         if lost:
             return f"{', '.join(lost)} did not answer for {self.silence_seconds:g} s"
+        if not exit_codes:
+            return "the processes were stopped"
         rank = min(exit_codes, key=lambda rank: DISTANCE_FROM_CAUSE.get(exit_codes[rank], 0))
         if exit_codes[rank] == LOST_PEERS_EXIT_CODE:
             return f"rank {rank} lost the connection to other ranks (see {log_path(self.run, rank)})"
@@ -234,14 +232,13 @@ class _Launcher:
         peers, takes_part = self.peers, True
         while True:
             attempt = peers.run.attempt
-            peers.post(phase="ready", attempt=attempt, exit_codes={})
+            peers.post(phase="ready", attempt=attempt, exit_codes={}, succeeded=False)
             while peers.run.attempt == attempt and peers.run.phase == "gathering":
                 self._pause()
             state = peers.run
             takes_part, took_part = state.attempt == attempt and self.node in state.members, takes_part
             if takes_part and state.phase == "running":
-                exit_codes = self._run_workers(attempt, state.members)
-                peers.post(phase="ended", exit_codes={str(rank): code for rank, code in exit_codes.items()})
+                self._run_workers(attempt, state.members)
             elif took_part and state.attempt == attempt and state.phase != "over":
                 _say("the run goes on without this machine, which joins when the run is next started again")
             while peers.run.attempt == attempt and peers.run.phase != "over":
@@ -253,15 +250,15 @@ class _Launcher:
 
     # All machines
 
-    def _run_workers(self, attempt: int, members: Sequence[int]) -> dict[int, int]:
-        """Runs the processes of this machine until they end; returns the exit codes of those that failed, by rank."""
+    def _run_workers(self, attempt: int, members: Sequence[int]) -> None:
+        """Runs the processes of this machine until they end, and posts how they did."""
         place = members.index(self.node)
         variables = worker_variables(self.world.starts, place, len(members), self.board.host, self.board.port, attempt)
         self.peers.report_key = _report_key(attempt)
         with Workers(self.command, variables) as workers:
             while workers.are_running():
                 if number := self.signals.take():
-                    self.peers.post(leaves=self.node > 0)
+                    self.peers.post(signal=number)
                     workers.stop(number, self.grace_seconds)
                 elif not workers.were_stopped and (workers.failed or self._has_failed_elsewhere(attempt, members)):
                     if self.node == 0:
@@ -273,14 +270,15 @@ class _Launcher:
                     # Workers do this for other workers of their machine, but on a machine on which all are silent.
                     kill_local_processes(json.loads(self.peers.report)["silent"])
                 self._pause(may_end=False)
-            return workers.failed
+        codes = {str(rank): code for rank, code in workers.failed.items()}
+        self.peers.post(phase="ended", attempt=attempt, exit_codes=codes, succeeded=workers.succeeded)
 
     def _has_failed_elsewhere(self, attempt: int, members: Collection[int]) -> bool:
         """Returns whether the processes of this machine have to stop because others have failed."""
         if self.node:
             return self.peers.connection_lost or (self.peers.run.attempt, self.peers.run.phase) == (attempt, "stopping")
         results = [self._result(node, attempt) for node in members]
-        return any(result and result.exit_codes for result in results) or self._is_cut_off(attempt, members)
+        return any(one and not one.succeeded for one in results) or self._is_cut_off(attempt, members)
 
     def _is_cut_off(self, attempt: int, members: Collection[int]) -> bool:
         """Returns whether the processes of this machine have lost others for good, so that they could only hang."""

@@ -36,9 +36,11 @@ class Status:
     phase: Literal["ready", "ended", "left"] = "ready"
     attempt: int = -1
     exit_codes: Mapping[str, int] = field(default_factory=dict)
-    """Once its processes have ended: the exit codes of those that failed, by rank."""
-    leaves: bool = False
-    """True if a signal has told this launcher to leave the run."""
+    """Once its processes have ended: the exit codes of those that failed by themselves, by rank."""
+    succeeded: bool = False
+    """Once its processes have ended: True if all ended well."""
+    signal: int = 0
+    """The signal that has told this launcher to stop; 0 if none has."""
 
     @property
     def name(self) -> str:
@@ -109,16 +111,18 @@ class Peers:
         self._thread.start()
 
     def _check_unique(self) -> None:
-        """Raises UserError if another launcher posts as this node. The last post of one that has ended stays as it is."""
-        node, before = self.own.node, self._last_post()
-        if not before:
+        """Raises UserError if another launcher is this node, and not only was: then it still posts."""
+        node, key = self.own.node, f"launcher of node {self.own.node}"
+        if self._board.compare_set(key, "", self.own.token).decode() == self.own.token:
             return
+        before = self._last_post()
         time.sleep(5 * POLL_SECONDS)
-        if self._last_post() != before:
+        if (post := self._last_post()) != before:
             raise UserError(
-                f"NODE_RANK={node}: {Status(**json.loads(before)[1]).host} is node {node} of this run already; give "
-                "every machine a number of its own, or use another port if they are two runs"
+                f"NODE_RANK={node}: {Status(**json.loads(post)[1]).host} is node {node} of this run already; give every "
+                "machine a number of its own, or use another port if they are two runs"
             )
+        self._board.set(key, self.own.token)
 
     def post(self, **changes: Any) -> None:
         """Changes the status of this machine."""

@@ -11,6 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 
+QUIET_LAUNCHER = ("TORCH_CPP_LOG_LEVEL", "2")
+"""A variable for the launcher of several machines, and its value (errors only): torch would print pages when node 0
+ends. Workers do not get it."""
+
+
 class Workers:
     """Processes that are started together, one for each rank. All have ended when the context is left.
 
@@ -22,13 +27,16 @@ class Workers:
         self.command, self.variables_by_rank = command, variables_by_rank
         self.failed: dict[int, int] = {}
         """The exit codes of the ranks that failed before `stop` was called."""
+        self.succeeded = False
+        """True once all have ended well."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
 
     def __enter__(self) -> Workers:
         try:
             for rank, variables in self.variables_by_rank.items():
-                environment = {**os.environ, **variables}
+                inherited = {name: value for name, value in os.environ.items() if (name, value) != QUIET_LAUNCHER}
+                environment = {**inherited, **variables}
                 self._processes[rank] = subprocess.Popen(
                     self.command, env=environment, start_new_session=hasattr(os, "setsid")
                 )
@@ -49,9 +57,10 @@ class Workers:
         """Returns whether processes are left. Notes the exit codes of those that failed by themselves, and kills those
         whose time to stop is over."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
+        self.succeeded = {*codes.values()} == {0}
         if not self.were_stopped:
             self.failed = {rank: code for rank, code in codes.items() if code}
-        elif time.monotonic() > (self._kill_at or 0):
+        if time.monotonic() > (self._kill_at or float("inf")):
             self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
         return None in codes.values()
 

@@ -30,6 +30,8 @@ def detect(environment: Mapping[str, str] = os.environ, launch: LaunchKeys | Non
     candidates = ENVIRONMENTS if launch is None or launch.detect == "auto" else (ShoalLauncher(), Plain())
     found = next(one for one in candidates if one.matches(environment, launch))
     world = found.world(environment, launch)
+    if isinstance(found, ShoalLauncher):
+        known["notes"] = ()  # the launcher has shown them
     if isinstance(found, Plain):
         known["notes"] = (*_notes(environment), *_notes_outside_tasks(environment))
     else:

@@ -109,6 +109,8 @@ def open_shell(
     config = run.config
     warn = Warnings(Path(config.output_dir) / "logs" / "rank_0.log" if strategy.is_main_process else None)
     resources.callback(warn.close)
+    for note in strategy.world.notes:
+        warn(note)
 
     def opening(what: str, step: int = 0) -> None:
         """Ends the run if any rank got a signal: there is nothing to save yet. Then tells the watchdog the phase."""

@@ -163,13 +163,15 @@ def test_an_error_that_would_come_again_decides_the_exit_code(
 ) -> None:
     board = open_board("127.0.0.1", 0, loopback_only=True)
 
-    def fail(*_: object) -> dict[int, int]:
-        if final is not None:
-            board.set(FINAL_EXIT_CODE, final)
-        return exit_codes
-
     run = load_run(toy.config, [TWO])
     one = launcher._Launcher(run, World(starts=2), board, [], launcher._Signals(), grace_seconds=1)
+
+    def fail(attempt: int, members: list[int]) -> None:
+        if final is not None:
+            board.set(FINAL_EXIT_CODE, final)
+        codes = {str(rank): code for rank, code in exit_codes.items()}
+        one.peers.post(phase="ended", attempt=attempt, exit_codes=codes)
+
     monkeypatch.setattr(one, "_run_workers", fail)
     assert one.lead() == expected
 
@@ -209,7 +211,7 @@ def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None
     wrong = "checkpoint.init_from=nowhere"
     with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
         run.wait()
-    assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': there is no such file or folder") == 1
+    assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': no such file or folder") == 1
     assert not toy.output.exists()
 
 
