@@ -11,8 +11,8 @@ import torch.distributed as dist
 from conftest import ToyRun
 
 from shoal.config import load_run
-from shoal.errors import UserError
 from shoal.config.schema import LaunchConfig
+from shoal.errors import UserError
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.training import train
