@@ -70,7 +70,7 @@ def test_a_dry_run_prints_the_processes_of_this_machine_and_starts_none(toy: Toy
         (["--nodes", "0"], "nodes = 0 should be a number from 1, or MIN:MAX such as 1:4"),
         (["--nodes", "2"], "launch.nodes = 2: the environment has no MASTER_ADDR"),
         (["--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "0"], "launch.master_port"),
-        (["--procs-per-node", "3", "training.global_batch_size=8", "distributed.mesh={tp: 2}"], "distributed.mesh"),
+        (["--procs-per-node", "3", "distributed.strategy=mesh", "distributed.mesh={tp: 2}"], "tp 2 does not divide"),
     ],
 )
 def test_wrong_options_are_one_line(toy: ToyRun, words: list[str], message: str) -> None:

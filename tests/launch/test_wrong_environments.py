@@ -90,7 +90,11 @@ WRONG: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "elastic pods": (POD | {"PET_NNODES": "1:3"}, [], ["PET_NNODES='1:3'", "torchrun"]),
     "other processes than the pod's": (POD, [TWO], ["launch.procs_per_node = 2, but PET_NPROC_PER_NODE=4"]),
     "a pod without a master": (without(POD, "PET_MASTER_ADDR"), [], ["the environment has no MASTER_ADDR"]),
-    "MPI on several machines": (MPI, [], ["the environment has no MASTER_ADDR and mpirun has started"]),
+    "MPI on several machines": (
+        MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        [],
+        ["the environment has no MASTER_ADDR and mpirun has started"],
+    ),
     "MPI by node": (MPI | {"MASTER_ADDR": "head"}, [], ["OMPI_COMM_WORLD_RANK=2", "mpirun --map-by slot"]),
     "a rank in launch.env": ({}, ["launch.env.RANK=0"], ["launch.env", "launchers set RANK; remove it"]),
     "a range upside down": ({}, ["launch.nodes=3:2"], ["launch.nodes", "MIN:MAX"]),
