@@ -16,6 +16,8 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from shoal.config import Run
 from shoal.errors import UserError, printable
 from shoal.launch.cards import card_of
@@ -106,7 +108,13 @@ class _Launcher:
         self.silence_seconds = min(SILENCE_SECONDS, run.config.distributed.timeout)
         self.peers = Peers(board, self.node, self.nodes, self.silence_seconds, world.hosts)
         if self.nodes > 1:
-            self.peers.join(card_of(run))
+            try:
+                self.peers.join(card_of(run))
+            except dist.DistError:
+                raise UserError(
+                    f"MASTER_ADDR = {world.address}, MASTER_PORT = {world.port}: node 0 of this run is not there, or "
+                    "has ended; run the same command on every machine, with the address and a free port of the first"
+                ) from None
 
     # Node 0
 
@@ -284,7 +292,9 @@ class _Launcher:
         """Returns whether the processes of this machine have lost others for good, so that they could only hang."""
         if self.node == 0:
             return any(self.peers.is_lost(node) for node in members)
-        return self.peers.is_lost(0) or self.peers.run.attempt != attempt or self.peers.run.phase == "over"
+        # If node 0 was killed, and has not only become silent, its processes still save with those of this machine.
+        is_silent = self.peers.is_lost(0) and not self.peers.connection_lost
+        return is_silent or self.peers.run.attempt != attempt or self.peers.run.phase == "over"
 
     def _pause(self, may_end: bool = True) -> None:
         """Waits a moment. If the launcher got a signal or has lost node 0, it ends, if it may."""

@@ -97,7 +97,7 @@ def open_board(address: str, port: int, loopback_only: bool) -> Any:
         raise UserError(
             f"MASTER_PORT = {port}: this machine cannot listen on it ({error.strerror}); choose another port"
         ) from None
-    # With multi_tenant, torch's launcher in the same process uses this store instead of opening its own.
+    # With multi_tenant, code that asks torch for a store at this port, as `env://` does, gets this one.
     board = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,10 @@ def test_another_version_of_a_library_is_refused(toy: ToyRun) -> None:
     other = replace(card, host="node7", versions={**card.versions, "torch": "1.13"})
     with pytest.raises(UserError, match=r"torch = '.+' on this machine .*the first one \(node7\) has '1.13'; install"):
         check_equal(card, other.to_json())
+
+
+def test_a_board_without_launchers_is_refused(toy: ToyRun, board: Any) -> None:
+    """Ranks that another launcher has started keep one, too."""
+    board.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(UserError, match=r"MASTER_PORT = \d+: node 0 of this run is not there"):
+        Machine(toy, board, 1, WAITS, FIXED)

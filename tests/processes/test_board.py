@@ -106,3 +106,22 @@ def test_a_board_that_is_opened_later_is_found() -> None:
     opener.join()
     boards[0].set("key", "value")
     assert found.get("key") == b"value"
+
+
+def test_whom_a_process_waits_for_is_said_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.processes.board.REMINDER_SECONDS", 0.1)
+    lines: list[str] = []
+    with listener("nothing") as port, pytest.raises(UserError):
+        connect_to_board(World(1, 2, address="127.0.0.1", port=port), 0.5, lines.append)
+    said = f"waiting for the first machine at MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} for 0 s (Connection refused"
+    assert lines
+    assert all(line.startswith(said) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("192.0.2.1", "it leads to another machine"), ("no-such-host.invalid", "it cannot be resolved")],
+)
+def test_rank_0_refuses_an_address_that_is_not_its_own(address: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"MASTER_ADDR = {address}: {problem}"):
+        connect_to_board(World(0, 2, address=address, port=1))
