@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import connect_to_board, once_per_node, open_board
+from shoal.processes.board import _leads_back, connect_to_board, once_per_node, open_board
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 
@@ -116,6 +116,14 @@ def test_whom_a_process_waits_for_is_said_while_it_waits(monkeypatch: pytest.Mon
     said = f"waiting for the first machine at MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} for 0 s (Connection refused"
     assert lines
     assert all(line.startswith(said) for line in lines)
+
+
+def test_an_address_that_leads_back_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert _leads_back("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not _leads_back("127.0.0.1", port), "it leads to another program"
 
 
 @pytest.mark.parametrize(
