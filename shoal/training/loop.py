@@ -136,6 +136,9 @@ class Shell:
         self._start_hooks()
         if self.owes_evaluation():
             self.evaluate(body)
+            self.agree_to_stop()  # what hooks ask for is in force from the next step on, as if nothing had happened
+            if self._evaluated_step == self.step:
+                self.save()
 
     def steps(self, body: Body) -> Generator[Sequence[MicroBatch], None, None]:
         """Yields the micro-batches of each step, and does what is due after it.
@@ -174,14 +177,15 @@ class Shell:
                         return
                 if self.step % eval_every == 0:
                     self.evaluate(body)
+                ends = self.agree_to_stop() or handle.stop_reason is not None or self.step == self.total_steps
                 is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
-                if is_due and self.step != self.total_steps:
+                if is_due and not ends:
                     self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self.step % compare_every == 0:
                     self.check_sync(micro_batches)
                 if self.step % collect_every == 0:
                     gc.collect(1)
-                if self.agree_to_stop() or handle.stop_reason is not None:
+                if self.stopped_by or handle.stop_reason is not None:  # also what a hook asks for before a save
                     break
                 watchdog.at("waiting for data", self.step + 1)
 
@@ -305,7 +309,10 @@ class Shell:
         """Saves the state; in the background it returns when the state is copied aside."""
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
-        self.hooks.call("before_save")
+        if self.hooks.calls["before_save"]:
+            self.hooks.call("before_save")
+            if self.strategy.any_rank(self.hooks.run.has_request):
+                self.hooks.agree((0, 0))  # or the checkpoint would not have what they ask for
         progress: dict[str, Any] = {
             "step": self.step,
             "samples": self._samples,
@@ -336,10 +343,11 @@ class Shell:
         """Evaluates and saves the last step, and returns how the run ended."""
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
             self.evaluate(body)
+            self._save_soon |= self._evaluated_step == self.step  # it may be saved without its value
         self._end_hooks()
         self._wait_for_disk()
         manager = self.checkpoints.manager
-        if manager.saved_step != self.step or self._save_soon:  # it may be saved without its value when data ends
+        if manager.saved_step != self.step or self._save_soon:
             self.save()
         self._wait_for_disk()
         if manager.saved_step != self.step:
