@@ -82,8 +82,8 @@ class Body(Protocol):
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
         """Returns where the first value that is not finite comes from."""
 
-    def log(self) -> dict[str, float]:
-        """Returns what a line of the log shows besides the meter's numbers."""
+    def log(self, in_files: bool) -> dict[str, float]:
+        """Returns what a line of the log shows besides the meter's numbers; `in_files` if not on the console alone."""
 
 
 class Shell:
@@ -267,7 +267,7 @@ class Shell:
         self.watchdog.at("reading metrics", self.step)
         # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
         in_files = self.step % self.config.logging.every == 0 or self.step in (1, self.total_steps)
-        metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log()}
+        metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log(in_files)}
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size

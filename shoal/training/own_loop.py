@@ -7,7 +7,7 @@
                     loss = mse_loss(run.model(batch["x"]), batch["y"])  # a mean over the batch
                     run.backward(loss)
             run.step()
-            step.log(loss=loss)
+            step.log(last=loss)
 
 Logging, evaluation, saving, resuming, signals and hang detection are those of any run. The recipe gives model, data and
 parameter groups; it needs no `inputs` and no `loss`. What the body of a step calls is in `own_steps.py`.
@@ -28,14 +28,17 @@ from torch import Tensor
 from shoal.config import Run as Settings
 from shoal.config.body import check_callbacks_of_body
 from shoal.config.importable import NOT_IMPORTABLE, recorded_name
-from shoal.config.schema import TrainingConfig
 from shoal.errors import UserError
 from shoal.processes.world import World
+from shoal.strategies.measures import NAME
+from shoal.strategies.recipe_results import place_of
 from shoal.training.diagnose import bad_parameter
+from shoal.training.evaluation import KEPT_ON_DEVICE
 from shoal.training.loop import Outcome, Shell
+from shoal.training.metric_sums import Sums, add_up, means, sum_over_ranks, to_host
 from shoal.training.optimizers import set_learning_rate
-from shoal.training.own_steps import FROM_CONFIG, Step, Verbs
-from shoal.training.report import Report
+from shoal.training.own_steps import FROM_CONFIG, Logged, Step, Verbs, one_number
+from shoal.training.report import Report, say_clipping
 from shoal.training.session import Session
 from shoal.training.trainer import RecipeBody, open_run
 from shoal.types import MicroBatch, StepInfo, is_defined
@@ -62,6 +65,8 @@ class OwnRun(Verbs):
         self._iterator: Generator[Step, None, None] | None = None
         self._failed = False
         """True if the body of `train` raised an error."""
+        self._clips: dict[str, float | None] = {}
+        """What `run.clip` asked for since the last update."""
 
     def __enter__(self) -> Self:
         self._resources = ExitStack()
@@ -116,6 +121,11 @@ class OwnRun(Verbs):
             self._leave(None)
         assert self.outcome is not None
         return self.outcome
+
+    def clip(self, *, max_norm: float | None = None, max_value: float | None = None) -> None:
+        super().clip(max_norm=max_norm, max_value=max_value)
+        self._check_max_norm(max_norm, "run.clip")
+        self._clips = {"max_norm": max_norm, "max_value": max_value}
 
     @property
     def session(self) -> Session:
@@ -175,8 +185,10 @@ class OwnRun(Verbs):
                 with body.around(micro_batches, shell.step):
                     rate = body.schedule(shell.step) * shell.hooks.run.learning_rate_scale
                     set_learning_rate(self.optimizer, rate)
-                    yield self._begin(micro_batches, shell.step)
+                    step = self._begin(micro_batches, shell.step)
+                    yield step
                     shell.taken = self._end()
+                    body.logged.add(step)
         self.outcome = shell.finish(body)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -187,8 +199,13 @@ class OwnRun(Verbs):
         self._iterator.close()
         if error is None and was_left and not self._failed:
             if self._info is not None:  # the break came after the update, so that the step counts
+                assert self._current is not None
+                step = self._current
                 self._shell.taken = self._end()
+                self._body.logged.add(step)
                 self._shell.count_step()
+                if self._shell.step % self.settings.config.logging.every == 0:
+                    self._shell.log(self._body, step.batches.micro_batches)
             elif self._current is not None:
                 self._current = None
                 self.zero_grad()
@@ -199,16 +216,28 @@ class OwnRun(Verbs):
     def _update(self, max_norm: float | Literal["training.max_grad_norm"] | None) -> StepInfo:
         if self._body.before_update is not None:
             self._body.before_update()
-        configured = self.settings.config.training.max_grad_norm
-        if max_norm == FROM_CONFIG:
-            return self._loop.step(max_norm=configured)
-        default = TrainingConfig.model_fields["max_grad_norm"].default
-        if configured not in (default, max_norm):
+        limits, self._clips = {"max_norm": None, "max_value": None, **self._clips}, {}
+        configured, is_set = self._max_grad_norm()
+        if max_norm != FROM_CONFIG:
+            self._check_max_norm(max_norm, "run.step")
+            limits["max_norm"] = limits["max_norm"] if max_norm is None else max_norm
+        elif is_set or not any(limits.values()):
+            limits["max_norm"] = configured
+        self._body.clipping = say_clipping(**limits)
+        return self._loop.step(max_norm=limits["max_norm"])
+
+    def _max_grad_norm(self) -> tuple[float | None, bool]:
+        """Returns `training.max_grad_norm`, and whether the user has set it."""
+        return self.settings.config.training.max_grad_norm, "training.max_grad_norm" in self.settings.sources
+
+    def _check_max_norm(self, max_norm: float | None, verb: str) -> None:
+        """Refuses a limit that contradicts the one that the user has set in the config."""
+        configured, is_set = self._max_grad_norm()
+        if is_set and max_norm != configured and (max_norm or verb == "run.step"):
             raise UserError(
-                f"training.max_grad_norm = {configured}, but the body calls run.step(max_norm={max_norm}); leave one "
-                "of them out"
+                f"training.max_grad_norm = {configured}, but the body calls {verb}(max_norm={max_norm}); leave one of "
+                "them out"
             )
-        return self._loop.step(max_norm=max_norm)
 
 
 class OwnBody(RecipeBody):
@@ -217,13 +246,24 @@ class OwnBody(RecipeBody):
     def __init__(self, shell: Shell, run: OwnRun):
         super().__init__(shell)
         self._run = run
+        assert shell.session.loop is not None
+        if self._report is not None:
+            self._report.metrics_are_used = (
+                "nowhere, because of run.evaluation" if run.evaluation else "in evaluations alone"
+            )
+        self.logged = Logged(shell.session.loop)
+        self.logged.load(shell.checkpoints.progress.logged)
+        shell.checkpoints.logged = self.logged.read
 
     def around(self, micro_batches: Sequence[MicroBatch], step: int) -> AbstractContextManager[None]:
         """Is entered around a step; the first of this process also shows what is in force."""
         return nullcontext() if self._report is None else self.first_step(micro_batches, step)
 
-    def log(self) -> dict[str, float]:
-        return {**super().log(), **self._run.last_step.read_log()}
+    def log(self, in_files: bool) -> dict[str, float]:
+        logged = self.logged.read()
+        if in_files:
+            self.logged.clear()
+        return {**super().log(in_files), **logged}
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
         bad = bad_parameter(self.strategy, self.model)
@@ -238,29 +278,38 @@ class OwnBody(RecipeBody):
     def _evaluate_set(self, batches: Iterable[Sequence[MicroBatch]], shell: Shell) -> dict[str, float] | None:
         if self._run.evaluation is None:
             return super()._evaluate_set(batches, shell)
-        sums, count = dict[str, Tensor](), torch.zeros((), device=self.strategy.device)
+        scores, mine = list[dict[str, Any]](), Sums()
         for micro_batches in batches:
-            for terms, values in self._score(micro_batches, self._run.evaluation):
-                count = count + terms
-                for name, value in values.items():
-                    sums[name] = sums.get(name, torch.zeros_like(count)) + value * terms
+            scores += self._score(micro_batches, self._run.evaluation)
+            if len(scores) >= KEPT_ON_DEVICE:
+                mine = add_up(to_host(scores), mine)
+                scores.clear()
             if shell.agree_to_stop():
                 return None
             shell.watchdog.at("evaluation", shell.step)
-        names = sorted(sums)
-        total, *means = self.strategy.sum_over_data(torch.stack([count, *(sums[name] for name in names)])).unbind()
-        return {name: (mean / total).item() for name, mean in zip(names, means, strict=True)}
+        (sums,), _ = sum_over_ranks(self.strategy, [add_up(to_host(scores), mine)], {})
+        return means(sums)
 
     @torch.no_grad()
-    def _score(
-        self, micro_batches: Sequence[MicroBatch], evaluation: Evaluation
-    ) -> list[tuple[Tensor | int, Mapping[str, Tensor | float]]]:
-        """Returns the count of each micro-batch, 0 for a filler, and its metrics."""
+    def _score(self, micro_batches: Sequence[MicroBatch], evaluation: Evaluation) -> list[dict[str, Any]]:
+        """Returns the metrics of each micro-batch that is no filler, as sums and counts."""
         loop, scores = self._run._loop, []
         for index, batch in enumerate(loop.prepare_batches(micro_batches, self.recipe)):
             loop.seed("eval", index)
-            terms = self.recipe.count(batch) * micro_batches[index].weight
-            scores.append((terms, evaluation(self._run, batch)))
+            count, values = self.recipe.count(batch), evaluation(self._run, batch)
+            if not isinstance(values, Mapping):
+                raise UserError(
+                    f"{place_of(evaluation)}: the evaluation returned a {type(values).__name__}; return a dict of "
+                    'means over the batch by name, such as {"loss": loss}'
+                )
+            for name in values:
+                if not isinstance(name, str) or not NAME.fullmatch(name):
+                    raise UserError(
+                        f"{place_of(evaluation)}: the metric {name!r} is no good name; use letters, digits and _ . - /"
+                    )
+            if micro_batches[index].weight:
+                numbers = {name: one_number(v, f"{place_of(evaluation)}: {name}") for name, v in values.items()}
+                scores.append({name: (number * count, count) for name, number in numbers.items()})
         return scores
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserError
 from shoal.strategies import Loop
+from shoal.strategies.measures import NAME, is_reserved
 from shoal.training.session import Session
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
@@ -34,7 +35,8 @@ class Step:
         """The number of the step, as in the log: the first is 1."""
         self.batches = Batches(session.loop, session.recipe, micro_batches, index)
         self._loop: Loop = session.loop
-        self._logged: dict[str, Tensor | float] = {}
+        self.logged: dict[str, Tensor | float] = {}
+        """By the names in the log, such as `train/accuracy`."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of one micro-batch; gradients are exchanged in the last one."""
@@ -57,22 +59,58 @@ class Step:
         """
         weight = self.batches.weight if self.batches.is_open else None
         for name, value in values.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UserError(f"step.log({name}=...): its shape is {[*value.shape]}; give a single number")
-            single = value.detach().float().reshape(()) if isinstance(value, Tensor) else float(value)
-            self._logged[name] = single if weight is None else self._logged.get(name, 0.0) + single * weight
+            full = name if "/" in name else f"train/{name}"
+            single = one_number(value, f"step.log({name}=...)")
+            if not NAME.fullmatch(full):
+                raise UserError(f"step.log({name}=...) is no good name; use letters, digits and _ . - /")
+            if full.startswith("eval/") or is_reserved(full.removeprefix("train/")):
+                raise UserError(f"step.log({name}=...): the run logs a number of this name itself; choose another")
+            self.logged[full] = single if weight is None else self.logged.get(full, 0.0) + single * weight
 
-    def read_log(self) -> dict[str, float]:
-        """Returns the logged values, each the mean over ranks. All ranks call it, and the host waits."""
-        strategy, names = self._loop.strategy, sorted(self._logged)
+
+class Logged:
+    """The values that steps have logged since the last line of the log, the last one of each name."""
+
+    def __init__(self, loop: Loop):
+        self._loop = loop
+        self._values: dict[str, Tensor | float] = {}
+
+    def add(self, step: Step) -> None:
+        """Takes the values of a step that has ended."""
+        self._values |= step.logged
+
+    def read(self) -> dict[str, float]:
+        """Returns the values, each the mean over ranks. All ranks call it, and the host waits."""
+        strategy, names = self._loop.strategy, sorted(self._values)
         seen = crc32(" ".join(names).encode())
         if strategy.max_over_ranks(seen) != -strategy.max_over_ranks(-seen):
             raise UserError(f"step.log: ranks logged different names, this one {', '.join(names) or 'none'}")
-        if not names:
-            return {}
-        values = [torch.as_tensor(self._logged[name], device=strategy.device) for name in names]
-        means = self._loop.reduce(torch.stack(values)).tolist()
-        return {name if "/" in name else f"train/{name}": mean for name, mean in zip(names, means, strict=True)}
+        if names:
+            values = [torch.as_tensor(self._values[name], device=strategy.device) for name in names]
+            means = self._loop.reduce(torch.stack(values)).tolist()
+            self._values = dict(zip(names, means, strict=True))
+        return {name: float(value) for name, value in self._values.items()}
+
+    def clear(self) -> None:
+        """Forgets what a line of the log has shown."""
+        self._values = {}
+
+    def load(self, stored: Any) -> None:
+        """Takes what `read` returned when a checkpoint was saved. A checkpoint is not trusted, so it is checked."""
+        numbers = stored.items() if isinstance(stored, dict) else ()
+        self._values = {
+            name: float(number) for name, number in numbers if NAME.fullmatch(name) and isinstance(number, int | float)
+        }
+
+
+def one_number(value: Any, where: str) -> Tensor | float:
+    """Returns a value that is one number: a tensor without dimensions, or a float."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().float().reshape(())
+    if isinstance(value, int | float):
+        return float(value)
+    kind = f"its shape is {[*value.shape]}" if isinstance(value, Tensor) else f"it is a {type(value).__name__}"
+    raise UserError(f"{where}: {kind}; give a single number")
 
 
 class Batches:
@@ -82,7 +120,8 @@ class Batches:
     """
 
     def __init__(self, loop: Loop, recipe: Any, micro_batches: Sequence[MicroBatch], step: int):
-        self._loop, self._step, self._micro_batches = loop, step, micro_batches
+        self._loop, self._step = loop, step
+        self.micro_batches = micro_batches
         self._batches = loop.prepare_batches(micro_batches, recipe)
         counts: list[Tensor | int] = [recipe.count(batch) for batch in self._batches]
         self.count = loop.total(counts, micro_batches)
@@ -92,6 +131,8 @@ class Batches:
         self._passes = 0
         self.accumulates = False
         """True within `step.accumulate()`."""
+        self.last_backward: int | None = None
+        """Which micro-batch had a backward last, since the last update."""
         loop.seed(step, "body")
 
     def __len__(self) -> int:
@@ -103,7 +144,7 @@ class Batches:
         for index, batch in enumerate(self._batches):
             self._index = index
             self._loop.seed(self._step, index, *again)
-            with nullcontext() if self._micro_batches[index].weight else self._loop.filler():
+            with nullcontext() if self.micro_batches[index].weight else self._loop.filler():
                 yield batch
         self._index = None
 
@@ -120,6 +161,19 @@ class Batches:
                 "known which one this is; call it inside"
             )
         return self._index or 0
+
+    def check_computed(self) -> None:
+        """Refuses an update before the backward of the last micro-batch, in which gradients are exchanged."""
+        if self.last_backward is None:
+            raise UserError(
+                "run.step(): no run.backward() came before it; call run.backward(loss) in place of loss.backward(), "
+                "which would neither weight micro-batches nor log the loss"
+            )
+        if self.last_backward != len(self) - 1:
+            raise UserError(
+                f"run.step(): only {self.last_backward + 1} of the {len(self)} micro-batches of this step had a "
+                "run.backward(); compute all in `for batch in step.batches:`, and call run.step() after it"
+            )
 
     def terms(self, verb: str) -> Tensor | int:
         """Returns how many samples or tokens of the global batch the current micro-batch has; 0 for a filler."""
@@ -186,6 +240,11 @@ class Verbs(ABC):
         however it is split.
         """
         batches = self._in_step("run.backward()").batches
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise UserError(
+                "run.backward: the loss has no gradient; compute it from what run.model returns, without .item(), "
+                ".detach() and torch.no_grad()"
+            )
         if loss.ndim:
             raise UserError(f"run.backward: the loss has the shape {[*loss.shape]}; give the mean over the batch")
         if len(batches) > 1 and not batches.accumulates:
@@ -195,6 +254,7 @@ class Verbs(ABC):
             )
         self._total = self._total + loss.detach().float() * batches.terms("run.backward()")
         self._loop.backward(loss * batches.weight)
+        batches.last_backward = batches.current("run.backward()")
 
     def clip(self, *, max_norm: float | None = None, max_value: float | None = None) -> None:
         """Makes the next `step` clip the gradient, by its norm or each element by its size."""
@@ -206,8 +266,10 @@ class Verbs(ABC):
 
         Without `max_norm` the gradient is clipped to `training.max_grad_norm`.
         """
-        self._in_step("run.step()")
+        batches = self._in_step("run.step()").batches
+        batches.check_computed()
         info = self._update(max_norm)
+        batches.last_backward = None
         earlier = self._info
         self._info = info if earlier is None else replace(info, skipped=torch.maximum(earlier.skipped, info.skipped))
         return info
@@ -228,8 +290,6 @@ class Verbs(ABC):
 
     _info: StepInfo | None = None
     _total: Tensor
-    last_step: Step
-    """The step that ended last."""
 
     @abstractmethod
     def _update(self, max_norm: float | Literal["training.max_grad_norm"] | None) -> StepInfo:
@@ -250,8 +310,7 @@ class Verbs(ABC):
     def _end(self) -> tuple[StepOutput, StepInfo]:
         """Ends a step, and returns its results."""
         assert self._current is not None
-        self.last_step = step = self._current
-        self._current = None
+        step, self._current = self._current, None
         if self._info is None:
             raise UserError(f"step {step.number} ended without run.step(); call it once the backward is done")
         info, self._info = self._info, None

@@ -187,6 +187,8 @@ class RecipeBody:
     """Takes the steps of a recipe, and evaluates it."""
 
     preview: str | None = None
+    clipping: str | None = None
+    """How the last gradient was clipped, if a body of the user's own decides that."""
 
     def __init__(self, shell: Shell):
         session: Session = shell.session
@@ -244,6 +246,7 @@ class RecipeBody:
             yield
         self.before_update = before_update
         report.unused = [name for name in unused_by_update[0] if all(name in unused for unused in unused_by_update)]
+        report.clipping = self.clipping or report.clipping
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
@@ -258,7 +261,7 @@ class RecipeBody:
         if step == 0 and self.turns[0].parameters is None:
             report.loss = check_loss(self.strategy, self.model, micro, self.recipe, shell.warn)
 
-    def log(self) -> dict[str, float]:
+    def log(self, in_files: bool) -> dict[str, float]:
         return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"]}
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
