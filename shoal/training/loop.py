@@ -275,7 +275,7 @@ class Shell:
             metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
         if in_files and self.hooks.calls["after_log"]:
-            self.hooks.call("after_log", dict(metrics))
+            self._call_after_log(metrics)
         if self.hooks.run.histograms:
             for name, histogram in self.hooks.take_histograms().items():
                 self.observers.loggers.histogram(self.step, name, histogram)
@@ -288,6 +288,19 @@ class Shell:
                 f"the last {skipped} updates were skipped because their gradient was not finite "
                 f"(training.max_skipped_steps = {limit}); {culprit}; "
                 + (f"the last checkpoint is of step {last}" if last else "nothing is saved")
+            )
+
+    def _call_after_log(self, metrics: dict[str, float]) -> None:
+        """Calls the hook, and refuses ranks that do not agree whether to go back."""
+        handle = self.hooks.run
+        handle.may_go_back = True
+        self.hooks.call("after_log", dict(metrics))
+        handle.may_go_back = False
+        goes = int(handle.requested_return is not None)
+        if self.strategy.max_over_ranks(goes) != -self.strategy.max_over_ranks(-goes):
+            raise UserError(
+                "go_back: some ranks called it and others did not; decide by what is equal on all ranks, such as the "
+                "metrics that after_log gets"
             )
 
     def evaluate(self, body: Body) -> None:
@@ -319,6 +332,8 @@ class Shell:
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }
+        if self.hooks.has_any:
+            progress["last_metrics"] = dict(self.metrics)
         if skipped := self.checkpoints.progress.skipped_samples:
             progress["skipped_samples"] = [*map(list, skipped)]
         evaluation = self._evaluation if self._evaluated_step == self.step else None
@@ -331,7 +346,8 @@ class Shell:
         self.checkpoints.wait()
 
     def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
-        self.metrics |= metrics
+        if in_files or not self.hooks.has_any:  # hooks see what they would if the run had never been interrupted
+            self.metrics |= metrics
         if in_files:
             self.observers.loggers.log(self.step, metrics)
         short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}

@@ -174,7 +174,7 @@ class OwnRun(Verbs):
                         "(run, batch) -> metrics, or define inputs and loss"
                     )
         self._body = OwnBody(shell, self)
-        self._body.check_best_metric(shell)
+        self._body.check_followed_metrics(shell)
         self._iterator = self._take_steps(shell, self._body)
         return self._iterator
 

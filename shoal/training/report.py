@@ -236,6 +236,8 @@ class Report:
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
+        for name, why in shell.hooks.idle().items():
+            yield "not in force", f"callbacks: {name}: {why}", ("callbacks",)
         for key, why in engaged.not_in_force.items():
             yield "not in force", f"{key}: {why}", (key,)
         for section, users in SECTIONS.items():
