@@ -203,14 +203,23 @@ class Shell:
     def stopping_at_interrupt(self) -> Iterator[None]:
         """Ends the run as Ctrl-C does if a recipe raises KeyboardInterrupt; the step under way is not counted.
 
-        Of several ranks the others would wait for the one that raised, so it fails there.
+        Of several ranks the others are in the middle of the step and would wait for this one, so the run fails.
         """
         try:
             yield
-        except KeyboardInterrupt:
-            if self.strategy.world_size > 1:
+        except KeyboardInterrupt as interrupt:
+            if self.strategy.world_size == 1:
+                self.stopped_by = signal.SIGINT
+                return
+            if self.stop.signal:  # a second Ctrl-C
                 raise
-            self.stopped_by = signal.SIGINT
+            last = self.checkpoints.manager.saved_step
+            raise UserError(
+                f"KeyboardInterrupt in step {self.step + 1}: of {self.strategy.world_size} processes the others wait "
+                "for the one that raised it, so that nothing can be saved; call run.stop(reason) in a hook, or send "
+                "SIGINT, which all of them obey; "
+                + (f"the last checkpoint is of step {last}" if last else "there is no checkpoint")
+            ) from interrupt
 
     def _go_back(self, reason: str) -> GoBack:
         self._wait_for_disk()
