@@ -18,6 +18,7 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
+from shoal.recipes.recipe import similar_methods
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -201,6 +202,8 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():
             yield "callbacks", callbacks, ("callbacks",)
+        for name, meant in similar_methods(session.recipe).items():
+            yield "not called", f"{type(session.recipe).__name__}.{name}: nothing calls it; did you mean {meant}?", ()
         if own_hooks := shell.hooks.describe_recipe():
             yield "recipe's hooks", own_hooks, ()
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30
@@ -331,5 +334,5 @@ def say_clipping(max_norm: float | None, max_value: float | None = None) -> str:
 
 def _say_turn(turn: Turn) -> str:
     """Returns an objective with what it trains, and how."""
-    rate = turn.optimizer.param_groups[0]["initial_lr"]
-    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rate:g}, {say_clipping(turn.max_norm)})"
+    rates, clip = _distinct(turn.optimizer.param_groups, "initial_lr"), say_clipping(turn.max_norm)
+    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rates}, {clip})"
