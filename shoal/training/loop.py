@@ -25,7 +25,7 @@ from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.hooks import Hooks
 from shoal.training.loaders import Loaders
-from shoal.training.observers import FOR_FILES_ALONE, Observers
+from shoal.training.observers import FOR_FILES_ALONE, VARYING_METRICS, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -342,7 +342,8 @@ class Shell:
             "since_log": self.observers.meter.since_log().as_json(),
         }
         if self.hooks.has_any:
-            progress["last_metrics"] = dict(self.metrics)
+            metrics = self.metrics.items()
+            progress["last_metrics"] = {name: value for name, value in metrics if not name.endswith(VARYING_METRICS)}
         if skipped := self.checkpoints.progress.skipped_samples:
             progress["skipped_samples"] = [*map(list, skipped)]
         evaluation = self._evaluation if self._evaluated_step == self.step else None
