@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from shoal.callbacks.hook_methods import HookMethods
 from shoal.data import BatchSchedule, Loader
+from shoal.data.view import DataView
 from shoal.errors import UserError, one_line
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED_LABEL, ParallelPlan, Weights, required
@@ -69,6 +70,17 @@ class Recipe(HookMethods):
         """Returns the data for evaluation, of the kind that `train_data` returns, or a dict of several such sets by
         name, or None."""
         return None
+
+    def data_summary(self) -> str:
+        """Returns a line about the training data, for the report at step 1. By default it is empty."""
+        return ""
+
+    def view_data(self, number: int) -> DataView:
+        """Returns what `shoal data` shows: the first samples as text, and figures about all. It prepares the data."""
+        raise UserError(
+            f"recipe {type(self).__name__}: it has no view_data(self, number), so that shoal data cannot show samples; "
+            "add it, or use a recipe of text"
+        )
 
     def collate(self, samples: list[Any]) -> Any:
         """Returns a batch of samples."""

@@ -1,0 +1,114 @@
+"""Attention in sequences into which several samples are packed: no token attends to another sample.
+
+`starts` (batch, samples) has the positions at which the samples of each sequence begin, in ascending order; entries
+that a sequence does not need are its length. On CUDA, flash attention computes samples of different lengths side by
+side. Elsewhere a mask of (batch, 1, time, time) is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+_OPTIONS = inspect.signature(varlen_attn).parameters
+"""torch 2.11 has no `enable_gqa` yet."""
+_LARGEST_HEAD = 256
+
+
+def check_packable(model: Any, blocks: tuple[str, ...]) -> str | None:
+    """Returns why a transformers model cannot keep packed samples apart, or None if it can.
+
+    Every block must attend by a mask alone, and positions must be an input: models that compute positions from the
+    mask, and recurrent layers or convolutions, would see the sample before.
+    """
+    kind = model.config.model_type
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"a {kind} does not take positions"
+    if getattr(model.config.get_text_config(), "alibi", False):
+        return f"a {kind} with alibi computes its positions from the mask"
+    for name in blocks:
+        modules = [*model.get_submodule(name).modules()]
+        if not any(getattr(module, "is_causal", False) for module in modules):
+            return f"block {name} of a {kind} has no causal attention"
+        if any(isinstance(module, nn.Conv1d) for module in modules):
+            return f"block {name} of a {kind} has a convolution over tokens"
+    return None if blocks else f"shoal knows no blocks of a {kind}"
+
+
+def positions_of(starts: Tensor, length: int) -> Tensor:
+    """Returns the position of every token within its sample, (batch, time)."""
+    positions = torch.arange(length, device=starts.device)
+    number = _sample_numbers(starts, length)
+    return positions - starts.gather(1, number.clamp(min=0)).to(positions.dtype)
+
+
+def block_mask(starts: Tensor, length: int) -> Tensor:
+    """Returns the mask by which tokens attend to earlier tokens of their sample, (batch, 1, time, time)."""
+    number = _sample_numbers(starts, length)
+    positions = torch.arange(length, device=starts.device)
+    return ((number[:, :, None] == number[:, None, :]) & (positions[:, None] >= positions))[:, None]
+
+
+def _sample_numbers(starts: Tensor, length: int) -> Tensor:
+    """Returns the number of the sample that each token belongs to, (batch, time)."""
+    positions = torch.arange(length, device=starts.device)
+    return (positions[None, :, None] >= starts[:, None, :]).sum(-1) - 1
+
+
+def as_mask(starts: Tensor, length: int) -> Tensor:
+    """Returns what to hand a model in the place of the mask: the starts on CUDA, else the mask itself.
+
+    transformers passes on whatever has four dimensions.
+    """
+    return starts[:, None, None, :] if starts.is_cuda else block_mask(starts, length)
+
+
+def has_starts(mask: Tensor) -> bool:
+    """Returns whether a mask is the starts of samples."""
+    return mask.dtype == torch.int32
+
+
+def attend_within_samples(
+    sdpa: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+) -> Tensor:
+    """Takes (batch, heads, time, size) and returns (batch, time, heads, size); `mask` is the starts of samples."""
+    starts, length = mask[:, 0, 0], query.shape[2]
+    if torch.is_autocast_enabled(query.device.type):
+        # As sdpa does under autocast; rotary embeddings are computed in fp32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if not _has_kernel(query, value, options):
+        return sdpa(module, query, key, value, block_mask(starts, length), **options)[0]
+    batch, heads, _, size = query.shape
+    if "enable_gqa" not in _OPTIONS:
+        groups = heads // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    shared: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads else {}
+    # Starts within the batch laid end to end. Entries that a sequence does not need begin where the next one does.
+    first = torch.arange(batch, device=starts.device, dtype=torch.int32)[:, None] * length
+    ends = torch.full((1,), batch * length, device=starts.device, dtype=torch.int32)
+    bounds = torch.cat([(starts + first).flatten(), ends])
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        query, key, value, bounds, bounds, length, length, scale=options.get("scaling"), window_size=(-1, 0), **shared
+    )
+    assert isinstance(output, Tensor)
+    return output.view(batch, length, heads, size)
+
+
+def _has_kernel(query: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Returns whether flash attention can compute samples of different lengths side by side here."""
+    size = query.shape[-1]
+    fits = query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] <= _LARGEST_HEAD and size % 8 == 0
+    return (
+        fits
+        and query.is_cuda
+        and "window_size" in _OPTIONS
+        and not options.get("dropout")
+        and not options.get("softcap")
+    )
