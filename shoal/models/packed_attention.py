@@ -12,32 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 _OPTIONS = inspect.signature(varlen_attn).parameters
 """torch 2.11 has no `enable_gqa` yet."""
 _LARGEST_HEAD = 256
-
-
-def check_packable(model: Any, blocks: tuple[str, ...]) -> str | None:
-    """Returns why a transformers model cannot keep packed samples apart, or None if it can.
-
-    Every block must attend by a mask alone, and positions must be an input: models that compute positions from the
-    mask, and recurrent layers or convolutions, would see the sample before.
-    """
-    kind = model.config.model_type
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"a {kind} does not take positions"
-    if getattr(model.config.get_text_config(), "alibi", False):
-        return f"a {kind} with alibi computes its positions from the mask"
-    for name in blocks:
-        modules = [*model.get_submodule(name).modules()]
-        if not any(getattr(module, "is_causal", False) for module in modules):
-            return f"block {name} of a {kind} has no causal attention"
-        if any(isinstance(module, nn.Conv1d) for module in modules):
-            return f"block {name} of a {kind} has a convolution over tokens"
-    return None if blocks else f"shoal knows no blocks of a {kind}"
+PACKABLE = (
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "granite", "llama"),
+    *("mistral", "mixtral", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    "starcoder2",
+)
+"""The kinds of transformers models that are proved by a test to keep packed samples apart, with shoal's attention and
+with those of transformers. Others may mix them without a sign: GPT-OSS and OPT do, and so do recurrent models."""
 
 
 def positions_of(starts: Tensor, length: int) -> Tensor:

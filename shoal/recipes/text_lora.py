@@ -23,7 +23,7 @@ from shoal.data.view import DataView
 from shoal.errors import UserError
 from shoal.models.causal_attention import NAME
 from shoal.models.generate import generate_greedily
-from shoal.models.packed_attention import as_mask, check_packable, positions_of
+from shoal.models.packed_attention import PACKABLE, as_mask, positions_of
 from shoal.recipes.causal_lm import CausalLMRecipe
 
 
@@ -39,6 +39,12 @@ class TextLoraRecipe(CausalLMRecipe):
 
     def prepare_data(self) -> None:
         self.prepare_model()
+        kind = self.transformers_config.model_type
+        if self.config.dataset.packing and kind not in PACKABLE:
+            raise UserError(
+                f"dataset.packing = true: a {kind} is not among the models that are proved to keep packed samples "
+                f"apart ({', '.join(PACKABLE)}); leave it out"
+            )
         prepare_instructions(self.config.dataset, self.tokenizer)
 
     @cached_property
@@ -71,8 +77,6 @@ class TextLoraRecipe(CausalLMRecipe):
     def build_model(self) -> nn.Module:
         model: Any = super().build_model()
         if self.config.dataset.packing:
-            if reason := check_packable(model, self.parallel_plan(model).blocks):
-                raise UserError(f"dataset.packing = true: {reason}, so that packed samples would mix; leave it out")
             self._masks_by_starts = model.config.get_text_config()._attn_implementation == NAME
         return model
 

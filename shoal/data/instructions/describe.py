@@ -20,12 +20,9 @@ def describe_data(prepared: Prepared) -> str:
     """Returns what an epoch of the training data has, and what was done to the records."""
     summaries = prepared.summaries("train")
     samples, tokens, counted = _epoch_totals(prepared)
-    parts = [f"{samples:,} samples, {tokens:,} tokens, {counted:,} counted", *_what_was_done(summaries)]
-    if prepared.config.is_mixture:
-        parts.append("; ".join(_shares(prepared)))
-    if isinstance(prepared.train, Packs):
-        parts.append(f"in {len(prepared.train):,} packs, {prepared.train.fill():.1%} full")
-    return ", ".join(parts)
+    packs = f"packs, {prepared.train.fill():.1%} full, of " if isinstance(prepared.train, Packs) else ""
+    parts = [f"{packs}{samples:,} samples, {tokens:,} tokens, {counted:,} counted", *_what_was_done(summaries)]
+    return "; ".join([", ".join(parts), *(_shares(prepared) if prepared.config.is_mixture else ())])
 
 
 def _epoch_totals(prepared: Prepared) -> tuple[int, int, int]:

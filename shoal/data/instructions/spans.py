@@ -65,9 +65,9 @@ def find_answers(conversation: Conversation, tokenizer: ChatTokenizer) -> list[R
         text = _render(conversation, tokenizer, messages[: i + 1])
         if not text.startswith(prompt):
             raise UserError(
-                f"dataset.chat_template of {tokenizer.name!r}: {conversation.place}: the text before answer {number} is "
-                "not the beginning of the text with it, so that the answer cannot be found; use another template, or "
-                "dataset.loss_on: all"
+                f"dataset.chat_template of {tokenizer.name!r}: {conversation.place}: the text before answer {number} "
+                "is not the beginning of the text with it, so that the answer cannot be found; use another template, "
+                "or dataset.loss_on: all"
             )
         # An earlier text that is the beginning of this one is left out: this one has its answers, too.
         earlier = texts.pop().spans if texts and text.startswith(texts[-1].text) else []
