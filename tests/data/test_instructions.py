@@ -300,6 +300,7 @@ def test_bad_values_are_refused(tmp_path: Path) -> None:
     refused("dataset.train_file = 'b.jsonl': no such file", train_file="b.jsonl")
     (tmp_path / "a.txt").write_text("text")
     refused("a.txt': records are read from .json", train_file=str(tmp_path / "a.txt"))
+    refused("train_file: split has no effect with the file", train_file=[{"file": file, "split": "test"}])
     refused("dataset.chat_template = 'chatlm': neither a template's name", chat_template="chatlm")
     refused("dataset.tokenizer is missing", tokenizer=None)
     refused("dataset.tokenizer = 'x/tokenizer.json': this file does not exist", tokenizer="x/tokenizer.json")

@@ -157,6 +157,15 @@ def test_starts_in_the_place_of_a_mask_give_the_same() -> None:
     assert torch.equal(by_mask, by_starts)
 
 
+@pytest.mark.parametrize("by_starts", [True, False])
+def test_a_packed_layer_compiles_to_one_graph(by_starts: bool) -> None:
+    model, (tokens, labels) = build("llama", None), batch()
+    model.model.layers[0].compile(backend="eager", fullgraph=True)
+    mask = STARTS[:, None, None] if by_starts else block_mask(STARTS, LENGTH)
+    logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions_of(STARTS, LENGTH), use_cache=False)
+    token_loss(logits.logits, labels).backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_flash_attention_keeps_samples_apart(key_heads: int) -> None:

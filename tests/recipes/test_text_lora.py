@@ -13,8 +13,10 @@ import torch
 from conftest import call_shoal
 from pool import Pool
 from torch import Tensor, nn
+from verify.runs import failed, runner_on
 
-from shoal.config.run import Run, check_run
+from shoal.checkpoint.export import export
+from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
 from shoal.models.generate import generate_greedily
 from shoal.recipes.text_lora import TextLoraRecipe
@@ -140,11 +142,20 @@ def test_ranks_of_a_sharded_model_answer_alike(tmp_path: Path, pool2: Pool) -> N
 
 
 @pytest.mark.slow
-def test_every_layout_trains_packs_and_padded_samples_alike(tmp_path: Path) -> None:
-    for dataset in ({"packing": True}, {"pad_to_max": True}):
-        config = tree(tmp_path, dataset=dataset, training={"batch_size": 2, "global_batch_size": 8})
-        verdicts = prove(check_run(config), 2, ["ddp", "fsdp", "tp2", "pp2"], 2)
-        assert [verdict.layout for verdict in verdicts if not verdict.passed] == []
+@pytest.mark.parametrize(
+    ("dataset", "layouts"),
+    [
+        ({"packing": True}, ["ddp", "fsdp", "zero_2", "tp", "tp_sp", "pp"]),
+        ({"pad_to_max": True}, ["ddp", "fsdp", "tp_sp", "pp", "cp"]),
+        ({}, ["ddp", "fsdp", "zero_3", "tp"]),
+    ],
+)
+def test_layouts_train_alike(dataset: dict[str, Any], layouts: list[str], tmp_path: Path, pool2: Pool) -> None:
+    write_lines(tmp_path / "facts.jsonl", facts(24))
+    config = tree(tmp_path, dataset=dataset, training={"batch_size": 2, "global_batch_size": 8})
+    verdicts = prove(check_run(config), 2, layouts, 2, runner=runner_on(pool2))
+    assert {verdict.name: failed(verdict) for verdict in verdicts if failed(verdict)} == {}
+    assert len(verdicts) >= len(layouts)
 
 
 def test_layouts_that_would_cut_samples_are_refused(tmp_path: Path) -> None:
@@ -266,3 +277,30 @@ def test_shoal_data_refuses_recipes_that_show_nothing(toy: Any) -> None:
     shown = toy.call("data", str(toy.config))
     assert shown.returncode == 2
     assert "recipe Toy: it has no view_data(self, number)" in shown.stderr
+
+
+def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    examples = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    assert len(examples) > 1
+    for number, example in enumerate(examples):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(example)
+        loaded = load_run(path)
+        path.write_text(loaded.to_yaml())
+        assert load_run(path).recipe_config == loaded.recipe_config
+    (record,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    config = tree(tmp_path, dataset={"train_file": str(tmp_path / "record.jsonl")})
+    (tmp_path / "record.jsonl").write_text(record)
+    assert len(make_recipe(check_run(config)).train_data()) == 1
+
+
+def test_an_export_has_the_chat_template_that_was_trained_with(tmp_path: Path) -> None:
+    config = tree(tmp_path, dataset={"chat_template": "chatml"}, training={"max_steps": 1})
+    train(check_run(config))
+    (step_dir,) = (tmp_path / "out" / "checkpoints").glob("step_*")
+    export(step_dir, tmp_path / "hf", "hf")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    message = {"role": "user", "content": "Say 0"}
+    text = exported.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nSay 0<|im_end|>\n<|im_start|>assistant\n"

@@ -81,6 +81,9 @@ def open_records(key: str, source: DataSource) -> RecordFile:
     name = source.file
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
+    if path.is_file() and (source.config or source.split != "train"):
+        chosen = "config" if source.config else "split"
+        raise UserError(f"{key}: {chosen} has no effect with the file {name!r}; leave it out")
     if path.is_file() and suffix in (".jsonl", ".ndjson", ".json"):
         return RecordFile(name, [path], "", lambda: _read_json(key, path))
     if path.is_file() and suffix not in READERS:
