@@ -37,6 +37,9 @@ class Recipe(HookMethods):
     """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
     The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
 
+    preview_on_console = False
+    """True if every preview is printed on the console. The one at the end of a run is printed in any case."""
+
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
 

@@ -31,6 +31,7 @@ class TextLoraRecipe(CausalLMRecipe):
     """A recipe whose section `dataset` is an InstructionDataset."""
 
     length_key = "max_seq_length"
+    preview_on_console = True
     _masks_by_starts = True
     """True if the model has shoal's attention, which takes the starts of packed samples in the place of a mask."""
 
@@ -50,7 +51,9 @@ class TextLoraRecipe(CausalLMRecipe):
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the dataset, with its chat template."""
-        return load_chat_tokenizer(self.config.dataset.tokenizer, self.config.dataset.chat_template)
+        dataset, model = self.config.dataset, self.config.model
+        revision = model.revision if dataset.tokenizer == model.name else None
+        return load_chat_tokenizer(dataset.tokenizer, dataset.chat_template, revision)
 
     @cached_property
     def prepared(self) -> Prepared:

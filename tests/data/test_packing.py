@@ -28,7 +28,7 @@ def load(tmp_path: Path, **keys: Any) -> Any:
     return open_instructions(config, tokenizer)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60), st.integers(0, 5))
 def test_a_pack_is_never_too_full_and_every_sample_is_in_one(lengths: list[int], seed: int) -> None:
     array = np.array(lengths, np.int64)
@@ -86,7 +86,7 @@ def test_a_batch_is_padded_at_its_end() -> None:
     assert collate_samples(samples, 7, 32, to_limit=True)["labels"].shape == (2, 32)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.01, 10)), min_size=1, max_size=5))
 def test_shares_of_an_epoch_are_the_weights(sets: list[tuple[int, float]]) -> None:
     sizes, weights = [size for size, _ in sets], [weight for _, weight in sets]

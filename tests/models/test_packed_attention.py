@@ -157,6 +157,7 @@ def test_starts_in_the_place_of_a_mask_give_the_same() -> None:
     assert torch.equal(by_mask, by_starts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_starts", [True, False])
 def test_a_packed_layer_compiles_to_one_graph(by_starts: bool) -> None:
     model, (tokens, labels) = build("llama", None), batch()

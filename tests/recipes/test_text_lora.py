@@ -15,7 +15,7 @@ from pool import Pool
 from torch import Tensor, nn
 from verify.runs import failed, runner_on
 
-from shoal.checkpoint.export import export
+from shoal.checkpoint.export import _write_tokenizer, export
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
 from shoal.models.generate import generate_greedily
@@ -82,11 +82,12 @@ def assert_refused(message: str, action: Any) -> None:
     assert re.search(message, str(caught.value)), caught.value
 
 
-def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path) -> None:
+def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Packed, and evaluated on what it was trained on. The answer ends by itself, with the token of the template."""
     dataset = {"packing": True, "eval_file": str(tmp_path / "facts.jsonl")}
-    training = {"max_steps": 100, "learning_rate": 1e-2, "batch_size": 2, "lr_scheduler": "constant"}
+    training = {"max_steps": 100, "learning_rate": 1e-2, "batch_size": 2, "lr_scheduler": "constant", "eval_steps": 60}
     outcome = train(check_run(tree(tmp_path, dataset=dataset, training=training)))
+    assert capsys.readouterr().out.count("reference: ") == 3  # of step 60; the caller has those of the end
     assert outcome.metrics["eval/loss"] < 0.05
     shown = re.findall(r"prompt: .*?\n?answer: +(.*?)\nreference: +(.*?)(?:\n|$)", outcome.preview, re.S)
     assert len(shown) == 3
@@ -295,6 +296,15 @@ def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
     assert len(make_recipe(check_run(config)).train_data()) == 1
 
 
+def test_the_tokenizer_is_exported_with_its_template(tmp_path: Path) -> None:
+    recipe = make_recipe(check_run(tree(tmp_path, dataset={"chat_template": "alpaca"})))
+    (tmp_path / "hf").mkdir()
+    assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert exported.chat_template == recipe.tokenizer.template
+
+
+@pytest.mark.slow
 def test_an_export_has_the_chat_template_that_was_trained_with(tmp_path: Path) -> None:
     config = tree(tmp_path, dataset={"chat_template": "chatml"}, training={"max_steps": 1})
     train(check_run(config))

@@ -105,8 +105,13 @@ def resolve_template(value: str | None) -> str | None:
     )
 
 
-def load_chat_tokenizer(name: str | None, chat_template: str | None = None) -> ChatTokenizer:
-    """Loads a tokenizer: `bytes`, a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
+def load_chat_tokenizer(
+    name: str | None, chat_template: str | None = None, revision: str | None = None
+) -> ChatTokenizer:
+    """Loads a tokenizer: `bytes`, a folder, a tokenizer.json, or a name on the Hugging Face Hub.
+
+    `chat_template` is the value of `dataset.chat_template`; `revision` is the branch, tag or commit on the Hub.
+    """
     if name is None:
         raise UserError(
             "dataset.tokenizer is missing; name a tokenizer, or set model.name, whose tokenizer is used then"
@@ -120,7 +125,8 @@ def load_chat_tokenizer(name: str | None, chat_template: str | None = None) -> C
         elif path.is_file():
             tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+            place, options = (str(path), {}) if path.is_dir() else (name, {"revision": revision or "main"})
+            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"dataset.tokenizer = {name!r}: transformers has it in Python only, without the places of tokens in a "
