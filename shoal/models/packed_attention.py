@@ -55,6 +55,16 @@ def as_mask(starts: Tensor, length: int) -> Tensor:
     return starts[:, None, None, :] if starts.is_cuda else block_mask(starts, length)
 
 
+def bounds_in_batch(starts: Tensor, length: int) -> Tensor:
+    """Returns where samples begin if the sequences of a batch are laid end to end, and the end, (batch × samples + 1).
+
+    An entry that a sequence does not need is where the next sequence begins: a sample without tokens.
+    """
+    first = torch.arange(len(starts), device=starts.device, dtype=torch.int32)[:, None] * length
+    end = torch.full((1,), len(starts) * length, device=starts.device, dtype=torch.int32)
+    return torch.cat([(starts + first).flatten(), end])
+
+
 def has_starts(mask: Tensor) -> bool:
     """Returns whether a mask is the starts of samples."""
     return mask.dtype == torch.int32
@@ -76,10 +86,7 @@ def attend_within_samples(
         groups = heads // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     shared: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads else {}
-    # Starts within the batch laid end to end. Entries that a sequence does not need begin where the next one does.
-    first = torch.arange(batch, device=starts.device, dtype=torch.int32)[:, None] * length
-    ends = torch.full((1,), batch * length, device=starts.device, dtype=torch.int32)
-    bounds = torch.cat([(starts + first).flatten(), ends])
+    bounds = bounds_in_batch(starts, length)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output = varlen_attn(
         query, key, value, bounds, bounds, length, length, scale=options.get("scaling"), window_size=(-1, 0), **shared
@@ -92,10 +99,5 @@ def _has_kernel(query: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Returns whether flash attention can compute samples of different lengths side by side here."""
     size = query.shape[-1]
     fits = query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] <= _LARGEST_HEAD and size % 8 == 0
-    return (
-        fits
-        and query.is_cuda
-        and "window_size" in _OPTIONS
-        and not options.get("dropout")
-        and not options.get("softcap")
-    )
+    plain = not options.get("dropout") and not options.get("softcap")
+    return fits and plain and query.is_cuda and {"window_size", "scale"} <= _OPTIONS.keys()

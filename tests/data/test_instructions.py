@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_tokenizers import SPECIAL_TOKENS, save_tokenizer, write_lines
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from shoal.data.instructions import InstructionDataset, open_instructions, prepare_instructions
 from shoal.data.instructions import prepare as prepare_module
@@ -163,6 +165,16 @@ def test_the_shapes_of_records(shape: str, tokenizers: dict[str, ChatTokenizer])
         assert counted == f"{ANSWER}<|eot_id|>"
 
 
+def test_a_system_text_beside_the_turns(tokenizers: dict[str, ChatTokenizer]) -> None:
+    for shape in ("alpaca", "sharegpt"):
+        record = Record("here", {**SHAPES[shape], "system": "Be brief."})
+        conversation = to_conversation(record, shape, as_chat=True)
+        assert conversation.messages is not None
+        assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
+        (sample,) = make_samples(conversation, tokenizers["llama31"], "answers")
+        assert "Be brief.<|eot_id|>" in tokenizers["llama31"].decode(sample.tokens)
+
+
 def test_alpaca_records_without_a_chat_template() -> None:
     tokenizer = load_chat_tokenizer("bytes")
     record = Record("here", {**ALPACA, "input": "a map"})
@@ -288,6 +300,47 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bad_records_are_refused_with_file_and_line(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     assert_refused(message, lambda: load(bytes_config(tmp_path, train_file=str(tmp_path / "bad.jsonl"))))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "tool_calls", "function"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+ROLES = st.sampled_from(["user", "assistant", "system", "tool"])
+MESSAGE = st.fixed_dictionaries({"role": ROLES}, optional={"content": JSON, "tool_calls": JSON})
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": JSON | st.lists(MESSAGE, max_size=3),
+        "conversations": JSON,
+        "tools": JSON,
+        **dict.fromkeys(("system", "instruction", "input", "output", "prompt", "completion", "text"), JSON),
+    },
+)
+
+
+@settings(max_examples=60)
+@example(fields={"conversations": "ab", "system": "be kind"}, loss_on="all")
+@given(fields=FIELDS, loss_on=st.sampled_from(["answers", "all"]))
+def test_no_record_is_more_than_one_line_of_trouble(
+    fields: dict[str, Any], loss_on: str, tokenizers: dict[str, ChatTokenizer]
+) -> None:
+    trouble = ""
+    try:
+        record = Record("a.jsonl, line 1", fields)
+        conversation = to_conversation(record, detect_format(record), as_chat=True)
+        made = make_samples(conversation, tokenizers["qwen3"], loss_on)
+        assert all(len(sample.tokens) == len(sample.counted) for sample in made)
+    except UserError as error:
+        trouble = str(error)
+    assert not trouble or "a.jsonl, line 1" in trouble
+    assert "\n" not in trouble
 
 
 def test_bad_values_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shoal.models.packed_attention import (
     as_mask,
     attend_within_samples,
     block_mask,
+    bounds_in_batch,
     has_starts,
     positions_of,
 )
@@ -145,6 +146,7 @@ def test_positions_and_masks_of_packs() -> None:
         [0, 0, 0, 0, 0, 1],
     ]
     assert not has_starts(as_mask(starts, 6))
+    assert bounds_in_batch(STARTS, LENGTH).tolist() == [0, 10, 19, 22, 24, 41, 48, 48, 48]
 
 
 def test_starts_in_the_place_of_a_mask_give_the_same() -> None:

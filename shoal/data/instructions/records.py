@@ -187,9 +187,10 @@ def to_conversation(record: Record, format: str, as_chat: bool) -> Conversation:
     turns = fields["conversations"]
     if isinstance(turns, list) and all(isinstance(turn, dict) and "from" in turn and "value" in turn for turn in turns):
         turns = [{"role": _sharegpt_role(record, turn["from"]), "content": turn["value"]} for turn in turns]
-    if isinstance(fields.get("system"), str) and fields["system"] and turns[:1] and turns[0].get("role") != "system":
-        turns = [{"role": "system", "content": fields["system"]}, *turns]
-    return Conversation(place, _messages(record, turns), _tools(record))
+    messages = _messages(record, turns)
+    if fields.get("system") and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _text(record, "system")})
+    return Conversation(place, messages, _tools(record))
 
 
 def _from_alpaca(record: Record, as_chat: bool) -> Conversation:
@@ -199,8 +200,8 @@ def _from_alpaca(record: Record, as_chat: bool) -> Conversation:
     if as_chat:
         question = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if system := record.fields.get("system"):
-            messages.insert(0, {"role": "system", "content": str(system)})
+        if record.fields.get("system"):
+            messages.insert(0, {"role": "system", "content": _text(record, "system")})
         return Conversation(record.place, messages)
     paired = ", paired with an input that provides further context" if given else ""
     context = f"### Input:\n{given}\n\n" if given else ""
