@@ -54,6 +54,11 @@ class Recipe(HookMethods):
         """True if `prepare_batch` is defined, by the class or by an attribute of the object."""
         return getattr(self.prepare_batch, "__func__", None) is not Recipe.prepare_batch
 
+    @property
+    def builds_optimizer(self) -> bool:
+        """True if `build_optimizer` is defined, by the class or by an attribute of the object."""
+        return getattr(self.build_optimizer, "__func__", None) is not Recipe.build_optimizer
+
     def prepare_data(self) -> None:
         """Downloads, tokenizes and caches data. Runs in one process of each machine, before any process group
         exists."""
