@@ -18,7 +18,6 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
-from shoal.recipes.recipe import similar_methods
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -200,7 +199,7 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():
             yield "callbacks", callbacks, ("callbacks",)
-        for name, meant in similar_methods(session.recipe).items():
+        for name, meant in session.recipe.misspelt_methods().items():
             yield "not called", f"{type(session.recipe).__name__}.{name}: nothing calls it; did you mean {meant}?", ()
         if own_hooks := shell.hooks.describe_recipe():
             yield "recipe's hooks", own_hooks, ()
