@@ -9,9 +9,11 @@ Preparing reads the records. Opening reads only the last file, so that ranks do 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,6 +85,10 @@ _worker_encoder: _Encoder | None = None
 def _start_worker(encoder: _Encoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the kernel kills it when its parent dies
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each worker
 
 
