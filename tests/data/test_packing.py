@@ -142,6 +142,7 @@ def test_a_mixture_is_the_same_over_resume_and_world_size(tmp_path: Path) -> Non
 def test_a_mixture_says_how_often_samples_are_seen(tmp_path: Path) -> None:
     summary = describe_data(mixture(tmp_path))
     assert summary.startswith("40 samples, 3")
+    assert "; format text, loss on answers; " in summary
     assert "small.jsonl 25.0% (each sample 2.50 times an epoch)" in summary
     assert "large.jsonl 75.0% (each sample 1.00 times an epoch)" in summary
     packed = mixture(tmp_path, packing=True)

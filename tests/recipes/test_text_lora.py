@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from verify.runs import failed, runner_on
 
 from shoal.checkpoint.export import _write_tokenizer, export
+from shoal.cli.data import _coloured
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
 from shoal.models.generate import generate_greedily
@@ -96,7 +97,10 @@ def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: p
     report = (tmp_path / "out" / "report.txt").read_text()
     row = re.search(r"^data +(\d+) samples an epoch: (.*)$", report, re.M)
     assert row, report
-    assert re.match(r"packs, \d\d.\d% full, of 8 samples, \d+ tokens, \d+ counted, 0 truncated, 0 dropped$", row[2])
+    assert re.match(
+        r"packs, \d\d.\d% full, of 8 samples, \d+ tokens, \d+ counted, 0 truncated, 0 dropped; format alpaca, loss on answers$",
+        row[2],
+    )
 
 
 def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -262,6 +266,12 @@ def test_shoal_data_shows_samples_and_figures(tmp_path: Path) -> None:
     assert re.search(r"^too long +0 truncated, 0 dropped \(too_long: truncate\)", shown.stdout, re.M)
     assert re.search(r"^ *\d+–\d+  █+ +\d+$", shown.stdout, re.M)
     assert not (tmp_path / "out").exists()
+
+
+def test_counted_tokens_are_coloured_on_a_terminal() -> None:
+    text = _coloured([("ask ", False), ("answer", True)], is_terminal=True)
+    assert text.plain == "ask answer"
+    assert [text.plain[span.start : span.end] for span in text.spans if span.style == "green"] == ["answer"]
 
 
 def test_shoal_data_shows_plain_text(tmp_path: Path) -> None:

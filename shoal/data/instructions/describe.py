@@ -22,7 +22,24 @@ def describe_data(prepared: Prepared) -> str:
     samples, tokens, counted = _epoch_totals(prepared)
     packs = f"packs, {prepared.train.fill():.1%} full, of " if isinstance(prepared.train, Packs) else ""
     parts = [f"{packs}{samples:,} samples, {tokens:,} tokens, {counted:,} counted", *_what_was_done(summaries)]
-    return "; ".join([", ".join(parts), *(_shares(prepared) if prepared.config.is_mixture else ())])
+    shares = _shares(prepared) if prepared.config.is_mixture else []
+    return "; ".join([", ".join(parts), ", ".join(_settings(prepared)), *shares])
+
+
+def _settings(prepared: Prepared) -> list[str]:
+    """Returns how records became samples."""
+    config = prepared.config
+    formats = dict.fromkeys(one["format"] for one in prepared.summaries("train"))
+    settings = [f"format {', '.join(formats)}", f"loss on {config.loss_on}"]
+    if config.chat_template is not None:
+        settings.append(f"template {_template_name(config.chat_template)}")
+    if config.pad_to_max:
+        settings.append(f"padded to {config.max_seq_length:,} tokens")
+    return settings
+
+
+def _template_name(chat_template: str) -> str:
+    return "given as text" if "{" in chat_template else chat_template
 
 
 def _epoch_totals(prepared: Prepared) -> tuple[int, int, int]:
@@ -58,10 +75,10 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
     config, summaries, samples = prepared.config, prepared.summaries("train"), prepared.samples("train")
     count, tokens, counted = _epoch_totals(prepared)
     lengths = samples.lengths()
-    template = "none" if tokenizer.template is None else config.chat_template or f"of {tokenizer.name}"
+    template = "none" if tokenizer.template is None else _template_name(config.chat_template or f"of {tokenizer.name}")
     facts = {
         "records": "; ".join(f"{one['records']:,} in {one['name']} ({one['format']})" for one in summaries),
-        "template": template if len(template) < 60 and "{" not in template else "given as text",
+        "template": template,
         "samples": f"{count:,} an epoch",
         "tokens": f"{tokens:,} an epoch, {counted:,} of them counted ({counted / tokens:.1%})",
         "longest": f"{max(one['longest'] for one in summaries):,} tokens; max_seq_length {config.max_seq_length:,}",
