@@ -97,10 +97,8 @@ def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: p
     report = (tmp_path / "out" / "report.txt").read_text()
     row = re.search(r"^data +(\d+) samples an epoch: (.*)$", report, re.M)
     assert row, report
-    assert re.match(
-        r"packs, \d\d.\d% full, of 8 samples, \d+ tokens, \d+ counted, 0 truncated, 0 dropped; format alpaca, loss on answers$",
-        row[2],
-    )
+    assert re.match(r"packs, \d\d.\d% full, of 8 samples, \d+ tokens, \d+ counted, 0 truncated, 0 dropped; ", row[2])
+    assert row[2].endswith("; format alpaca, loss on answers")
 
 
 def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
