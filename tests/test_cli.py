@@ -138,7 +138,7 @@ def test_a_real_language_model_trains_and_writes(tmp_path: Path) -> None:
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
     assert losses[0] > 5
     assert losses[-1] < 1.5
-    assert "a sample" in result.stdout
+    assert "\npreview\n" in result.stdout
     assert (tmp_path / "runs" / "run" / "tensorboard").is_dir()
 
 
