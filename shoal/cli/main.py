@@ -15,6 +15,7 @@ from shoal.cli.chaos import chaos
 from shoal.cli.config import show_config
 from shoal.cli.demo import demo
 from shoal.cli.init import init
+from shoal.cli.launch import launch
 from shoal.cli.train import train
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(init)
 app.command()(train)
+app.command()(launch)
 app.command("config")(show_config)
 app.command()(verify)
 app.command()(chaos)
