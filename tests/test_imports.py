@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "transform": BASE | {"config", "parallel"},
     "checkpoint": BASE | {"config", "parallel", "weights"},
     "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
-    "launch": BASE | {"checkpoint", "config", "processes"},
+    "launch": BASE | {"callbacks", "checkpoint", "config", "processes", "training"},
     "training": BASE
     | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
     | {"weights"},

@@ -17,6 +17,8 @@ Word = Annotated[str, Field(min_length=1, pattern=r"^[^\s\x00]+$")]
 """A text without spaces."""
 Quantity = Annotated[str, number_as_text, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTP]i?)?$")]
 """An amount as Kubernetes writes it."""
+JobName = Annotated[str, Field(max_length=40, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+"""The name of a job; pods have longer names, of at most 63 letters."""
 KubernetesName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 """A name of lower-case letters, digits and dashes, which Kubernetes accepts for all objects."""
 SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+$")]
@@ -82,7 +84,7 @@ class KubernetesConfig(Section):
     """The container image, with shoal and the recipe installed."""
     namespace: KubernetesName = "default"
     """The namespace of the job."""
-    name: KubernetesName | None = None
+    name: JobName | None = None
     """The name of the job. Default: `experiment.name` in lower case."""
     runtime: KubernetesName = "torch-distributed"
     """The ClusterTrainingRuntime of a TrainJob."""

@@ -12,14 +12,17 @@ import yaml
 
 from shoal.config import Run
 from shoal.errors import UserError, one_line
+from shoal.launch.targets import Launch
+from shoal.launch.targets.checks import check_layout_of
 from shoal.launch.targets.manifests import Manifest, manifests
 
 _PLURALS = {"TrainJob": "trainjobs", "PyTorchJob": "pytorchjobs"}
 
 
-def submit(run: Run, arguments: Sequence[str], dry_run: bool) -> int:
+def submit(run: Run, launch: Launch, dry_run: bool) -> int:
     """Creates the objects of a run, or only prints them; returns the exit code for the user's shell."""
     objects = manifests(run)
+    check_layout_of(run)
     if dry_run:
         print(render(objects), end="")
         return 0

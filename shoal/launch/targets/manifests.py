@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.launch.targets.gpus import gpus_per_node
+from shoal.launch.targets.checks import gpus_per_node, number_of_nodes
 
 CONFIG_FOLDER, CONFIG_FILE = "/etc/shoal", "run.yaml"
 """Where pods find the config, and the files beside it."""
@@ -69,7 +69,7 @@ def trainjob(run: Run, config_map: str) -> Manifest:
         "command": ["shoal"],
         "args": _arguments(run),
         "env": _environment(run),
-        "numNodes": launch.nodes,
+        "numNodes": number_of_nodes(run),
         # Always given: without it a pod without GPUs would get as many processes as it has cores.
         "numProcPerNode": launch.procs_per_node,
         "resourcesPerNode": _resources(run),
@@ -98,8 +98,8 @@ def pytorchjob(run: Run, config_map: str) -> Manifest:
     # A pod that was evicted (128 + a signal) starts again and resumes; a mistake in the config (2) would come again.
     replica = {"restartPolicy": "ExitCode", "template": template}
     replicas = {"Master": {"replicas": 1, **replica}}
-    if launch.nodes > 1:
-        replicas["Worker"] = {"replicas": launch.nodes - 1, **replica}
+    if (nodes := number_of_nodes(run)) > 1:
+        replicas["Worker"] = {"replicas": nodes - 1, **replica}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",

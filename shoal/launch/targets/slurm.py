@@ -11,7 +11,8 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
-from shoal.launch.targets.gpus import gpus_per_node
+from shoal.launch.targets import Launch
+from shoal.launch.targets.checks import check_layout_of, gpus_per_node, number_of_nodes
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """The machines of a job meet at port FIRST_PORT + (job id modulo PORTS), below the ports that systems give away."""
@@ -26,7 +27,10 @@ _RUN = """
 # The warning before the time limit comes to this shell alone. srun passes it on to the launcher of each machine, and
 # the run saves and stops.
 warned='' interrupted='' step=''
-trap 'warned=yes interrupted=yes; [[ -z $step ]] || kill -USR1 "$step"' USR1
+saved() {{ echo {checkpoints}/step_*; }}
+saved_before=$(saved)
+trap 'warned=yes interrupted=yes; [[ -z $step ]] || kill -USR1 "$step" || true' USR1
+# shellcheck disable=SC2016 # each task, and not this shell, says which machine it is on
 {srun} &
 step=$!
 while true; do
@@ -36,21 +40,29 @@ while true; do
 done
 """
 
+_IN_TASK = """bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' task"""
+"""Sets the number of the machine, which only the task on it knows."""
+
 _REQUEUE = """
-# Not after scancel or an error: only a run whose time was up goes on.
+# Not after scancel or an error: only a run whose time was up goes on, and only if it gets further each time.
 if [[ -n $warned && $code -ne 0 ]]; then
-  echo "shoal: stopped before the time limit; job $SLURM_JOB_ID goes back into the queue and resumes"
-  scontrol requeue "$SLURM_JOB_ID"
+  if [[ $(saved) == "$saved_before" ]]; then
+    echo "shoal: stopped by the time limit before anything was saved; job $SLURM_JOB_ID ends: give it more time"
+  else
+    echo "shoal: stopped before the time limit; job $SLURM_JOB_ID goes back into the queue and resumes"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
 fi
 """
 
 
-def submit(run: Run, arguments: Sequence[str], dry_run: bool) -> int:
-    """Submits `shoal <arguments>` with sbatch, or only prints the file; returns the exit code for the user's shell.
+def submit(run: Run, launch: Launch, dry_run: bool) -> int:
+    """Submits the run with sbatch, or only prints the file; returns the exit code for the user's shell.
 
     Without sbatch the file is written, and UserError says where it is.
     """
-    text = render(run, arguments)
+    text = render(run, launch.command)
+    check_layout_of(run)
     if dry_run:
         print(text, end="")
         return 0
@@ -59,11 +71,15 @@ def submit(run: Run, arguments: Sequence[str], dry_run: bool) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise UserError(f"experiment.output_dir = {run.config.output_dir!r} cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"experiment.output_dir = {run.config.output_dir!r} cannot be written: {error.strerror}"
+        ) from None
     shown = printable(shlex.quote(str(path)))
     if shutil.which("sbatch") is None:
-        raise UserError(f"launch.target = slurm: sbatch is not installed here; the job is in {shown}: submit it with "
-                        f"`sbatch {shown}` on a machine of the cluster")
+        raise UserError(
+            f"launch.target = slurm: sbatch is not installed here; the job is in {shown}: submit it with "
+            f"`sbatch {shown}` on a machine of the cluster"
+        )
     result = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if result.returncode:
         raise UserError(f"launch.target = slurm: sbatch refused {shown}: {one_line(result.stderr or result.stdout)}")
@@ -90,20 +106,22 @@ def render(run: Run, arguments: Sequence[str]) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     text = "\n".join(lines) + "\n"
     text += _START.format(first_port=FIRST_PORT, ports=PORTS)
-    text += _RUN.format(srun=" \\\n  ".join(_srun(run, arguments)))
+    text += _RUN.format(
+        checkpoints=shlex.quote(f"{log_folder(run).parent}/checkpoints"), srun=" \\\n  ".join(_srun(run, arguments))
+    )
     return f'{text}{_REQUEUE if slurm.requeue else ""}exit "$code"\n'
 
 
 def _options(run: Run) -> Iterator[str]:
     """Yields the options of the job, each as a line of the file."""
-    slurm, launch = run.config.launch.slurm, run.config.launch
+    slurm = run.config.launch.slurm
     gpus = gpus_per_node(run, "launch.slurm.gpus_per_node", slurm.gpus_per_node) if slurm.gres is None else None
     options = {
         "job-name": slurm.job_name or run.config.experiment.name,
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
-        "nodes": launch.nodes,
+        "nodes": number_of_nodes(run),
         "ntasks-per-node": 1,
         "gpus-per-node": gpus or None,
         "gres": slurm.gres,
@@ -125,10 +143,10 @@ def _options(run: Run) -> Iterator[str]:
 
 def _srun(run: Run, arguments: Sequence[str]) -> Iterator[str]:
     """Yields the command that starts one task on each machine, in parts for one line each."""
-    slurm, launch = run.config.launch.slurm, run.config.launch
+    slurm = run.config.launch.slurm
     # srun does not take over the job's --cpus-per-task.
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
-    yield f"srun --nodes={launch.nodes} --ntasks-per-node=1{cpus}"
+    yield f"srun --nodes={number_of_nodes(run)} --ntasks-per-node=1{cpus}"
     yield f"--output={shlex.quote(f'{_escaped(log_folder(run))}/%j-node%n.log')} --open-mode=append"
     if slurm.container_image is not None:
         yield f"--container-image={shlex.quote(slurm.container_image)}"
@@ -136,6 +154,7 @@ def _srun(run: Run, arguments: Sequence[str]) -> Iterator[str]:
         mounts = [*dict.fromkeys(f"{folder}:{folder}" for folder in folders), *slurm.container_mounts]
         yield f"--container-mounts={shlex.quote(','.join(mounts))} --container-workdir={shlex.quote(str(Path.cwd()))}"
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
+    yield _IN_TASK
     yield shlex.join([python, "-m", "shoal", *arguments])
 
 

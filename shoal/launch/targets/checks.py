@@ -1,8 +1,9 @@
-"""How many GPUs a run asks a cluster for."""
+"""What a cluster is asked for, and what is refused before it is asked: a job may wait for days in a queue."""
 
 from __future__ import annotations
 
 from shoal.config import Run
+from shoal.config.layout import check_layout
 from shoal.errors import UserError
 
 
@@ -15,9 +16,7 @@ def gpus_per_node(run: Run, key: str, asked: int | None) -> int:
     processes, device = config.launch.procs_per_node, config.training.device
     if device == "cpu":
         if asked:
-            raise UserError(
-                f"{key} = {asked}: training.device = cpu uses no GPU; leave one of the two keys out"
-            )
+            raise UserError(f"{key} = {asked}: training.device = cpu uses no GPU; leave one of the two keys out")
         return 0
     if asked == 0:
         raise UserError(
@@ -30,3 +29,20 @@ def gpus_per_node(run: Run, key: str, asked: int | None) -> int:
             "or start fewer processes"
         )
     return processes if asked is None else asked
+
+
+def number_of_nodes(run: Run) -> int:
+    """Returns the number of machines. Raises UserError for MIN:MAX, because jobs of a cluster have a fixed number."""
+    nodes = run.config.launch.nodes
+    if not isinstance(nodes, int):
+        raise UserError(
+            f"launch.nodes = {nodes}: with launch.target = {run.config.launch.target} the number of machines is fixed; "
+            f"use {run.config.launch.max_nodes}"
+        )
+    return nodes
+
+
+def check_layout_of(run: Run) -> None:
+    """Raises UserError if the run could not be spread over its processes."""
+    launch = run.config.launch
+    check_layout(run.config, run.make_recipe(), launch.processes, launch.procs_per_node)
