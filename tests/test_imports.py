@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
     | {"training"}
     | {"transform", "weights"},
-    "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
+    "cli": BASE | {"api", "checkpoint", "config", "launch", "processes", "training", "verify"},
 }
 
 
@@ -68,10 +68,10 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 
-def test_launcher_variables_are_read_in_one_file() -> None:
+def test_launcher_variables_are_read_in_one_place() -> None:
     """Other files may name them to write them for their children: as keys of a dict, or in `os.environ[name] = …`."""
     for path in PACKAGE.rglob("*.py"):
-        if path == PACKAGE / "processes" / "detect.py":
+        if path.parent == PACKAGE / "processes" and path.name in ("detect.py", "environments.py"):
             continue
         tree = ast.parse(path.read_text())
         keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
@@ -88,3 +88,19 @@ def test_launcher_variables_are_read_in_one_file() -> None:
             and node not in stores
         ]
         assert not read, path
+
+
+MISSING_ELSEWHERE = {"fcntl", "resource", "termios", "pwd", "grp", "SIGUSR1", "SIGKILL", "setpgid", "killpg", "setsid"}
+"""Modules and names that only POSIX systems have."""
+
+
+def test_nothing_that_only_posix_has_is_used_at_import() -> None:
+    """`tests/launch/test_without_posix.py` takes them away and trains."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        inside = {id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            if id(node) not in inside:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.attr] if isinstance(node, ast.Attribute) else []
+                assert not MISSING_ELSEWHERE & {*names}, path

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
+from shoal.cli.train import set_variables, train_config
 
 Target = Annotated[
     str | None, typer.Option("--on", metavar="TARGET", help="Where to start it: local, slurm, kubernetes or ray.")
@@ -36,9 +37,6 @@ def launch(
     Every option is short for a key of the section launch: --nodes 2 is launch.nodes=2. On several machines without a
     scheduler, run the command on each of them, with its own --node-rank.
     """
-    from shoal.config import load_run
-    from shoal.launch.targets import Launch, open_target
-
     options = {
         "target": on,
         "nodes": nodes,
@@ -48,6 +46,21 @@ def launch(
         "master_port": master_port,
     }
     keys = [f"launch.{key}={value}" for key, value in options.items() if value is not None]
-    launched = Launch(config, (*(overrides or ()), *keys))
-    run = load_run(config, launched.overrides)
-    raise typer.Exit(open_target(run.config.launch.target).submit(run, launched, dry_run))
+    every_override = [*(overrides or ()), *keys]
+    set_variables(config, every_override)
+    from shoal.config import load_run
+    from shoal.launch.mistakes import explained
+    from shoal.launch.targets import Launch, open_target
+    from shoal.processes.detect import detect
+    from shoal.training.preflight import check_before_launch
+
+    with explained():
+        run = load_run(config, every_override)
+    settings = run.config.launch
+    if settings.target == "local":
+        world = detect(launch=settings)
+        if not world.starts and not dry_run:  # one process, or one that a launcher has started
+            train_config(config, every_override, ["train", str(config)])
+            return
+        check_before_launch(run, world)
+    raise typer.Exit(open_target(settings.target).submit(run, Launch(config, tuple(every_override)), dry_run))

@@ -198,10 +198,10 @@ class TrainingConfig(Section):
         )
 
 
-def _check_node_range(value: str) -> str:
-    found = re.fullmatch(r"([1-9]\d{0,5}):([1-9]\d{0,5})", value)
+def _check_nodes(value: int | str) -> int | str:
+    found = re.fullmatch(r"([1-9]\d{0,5}):([1-9]\d{0,5})", value if isinstance(value, str) else f"{value}:{value}")
     if not found or int(found[1]) > int(found[2]):
-        raise ValueError("should be a number, or MIN:MAX such as 1:4")
+        raise ValueError(f"nodes = {value!r:.100} should be a number from 1, or MIN:MAX such as 1:4")
     return value
 
 
@@ -216,7 +216,7 @@ def _read_variables(value: Any) -> Any:
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
             raise ValueError(f"{name!r:.100} is not the name of an environment variable")
         if re.fullmatch(_LAUNCHER_VARIABLES, name):
-            raise ValueError(f"{name} is set by launchers; remove it")
+            raise ValueError(f"launchers set {name}; remove it")
     return {name: str(value) if type(value) in (int, float) else value for name, value in value.items()}
 
 
@@ -224,7 +224,7 @@ class LaunchConfig(Section):
     target: Literal["local", "slurm", "kubernetes", "ray"] = "local"
     """Where `shoal launch` starts the run: on this machine (`local`), as a job of a cluster (`slurm`, `kubernetes`), or
     on the workers of `ray`."""
-    nodes: Positive | Annotated[str, AfterValidator(_check_node_range)] = 1
+    nodes: Annotated[int | str, AfterValidator(_check_nodes)] = 1
     """Number of machines, or `MIN:MAX` for a run that goes on when machines leave, as long as MIN are left. If more
     than one, run the command on each machine, and say where they meet and which machine each is."""
     procs_per_node: Positive = 1
@@ -255,6 +255,11 @@ class LaunchConfig(Section):
     def max_nodes(self) -> int:
         """The number of machines that the run uses if all are there."""
         return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[2])
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the run may go on with fewer machines."""
+        return self.min_nodes < self.max_nodes
 
     @property
     def processes(self) -> int:

@@ -61,6 +61,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         "MASTER_PORT": board.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is open, so rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": 0,
+        "SHOAL_SPAWN": method,
     }
     context: Any = multiprocessing.get_context(method)
     with TemporaryDirectory(prefix="shoal-") as folder:

@@ -29,7 +29,8 @@ def submit(run: Run, launch: Launch, dry_run: bool) -> int:
         ray: Any = import_module("ray.train.torch") and import_module("ray")
     except ImportError:
         raise UserError('launch.target = ray: Ray is not installed; pip install "shoal[ray]"') from None
-    from shoal.launch.targets.ray_worker import Notes, train_as_worker
+    from shoal.launch.targets.ray_notes import Notes
+    from shoal.launch.targets.ray_worker import train_as_worker
 
     _connect(ray, run)
     try:

@@ -31,26 +31,6 @@ POINTER = "checkpoint.json"
 """The file of a checkpoint that Ray knows of; it has the path of shoal's, which may be large and stays where it is."""
 
 
-class Notes:
-    """An actor that outlives the workers: counts their starts, and keeps an error that would come again."""
-
-    def __init__(self) -> None:
-        self._starts = 0
-        self._final_error = ""
-
-    def count_start(self) -> int:
-        """Returns how often the run was started before."""
-        self._starts += 1
-        return self._starts - 1
-
-    def end_with(self, error: str) -> None:
-        """Notes an error after which the run is not started again. The first one counts."""
-        self._final_error = self._final_error or error
-
-    def final_error(self) -> str:
-        return self._final_error
-
-
 def train_as_worker(settings: dict[str, Any]) -> None:
     """Trains the run as one rank of the process group that Ray has made."""
     ray: Any = import_module("ray")

@@ -27,10 +27,7 @@ _RUN = """
 # The warning before the time limit comes to this shell alone. srun passes it on to the launcher of each machine, and
 # the run saves and stops.
 warned='' interrupted='' step=''
-saved() {{ echo {checkpoints}/step_*; }}
-saved_before=$(saved)
-trap 'warned=yes interrupted=yes; [[ -z $step ]] || kill -USR1 "$step" || true' USR1
-# shellcheck disable=SC2016 # each task, and not this shell, says which machine it is on
+{note_saved}trap 'warned=yes interrupted=yes; [[ -z $step ]] || kill -USR1 "$step" || true' USR1
 {srun} &
 step=$!
 while true; do
@@ -40,8 +37,9 @@ while true; do
 done
 """
 
-_IN_TASK = """bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' task"""
-"""Sets the number of the machine, which only the task on it knows."""
+_NOTE_SAVED = """saved() {{ echo {}/step_*; }}
+saved_before=$(saved)
+"""
 
 _REQUEUE = """
 # Not after scancel or an error: only a run whose time was up goes on, and only if it gets further each time.
@@ -106,9 +104,8 @@ def render(run: Run, arguments: Sequence[str]) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     text = "\n".join(lines) + "\n"
     text += _START.format(first_port=FIRST_PORT, ports=PORTS)
-    text += _RUN.format(
-        checkpoints=shlex.quote(f"{log_folder(run).parent}/checkpoints"), srun=" \\\n  ".join(_srun(run, arguments))
-    )
+    note_saved = _NOTE_SAVED.format(shlex.quote(f"{log_folder(run).parent}/checkpoints")) if slurm.requeue else ""
+    text += _RUN.format(note_saved=note_saved, srun=" \\\n  ".join(_srun(run, arguments)))
     return f'{text}{_REQUEUE if slurm.requeue else ""}exit "$code"\n'
 
 
@@ -154,7 +151,6 @@ def _srun(run: Run, arguments: Sequence[str]) -> Iterator[str]:
         mounts = [*dict.fromkeys(f"{folder}:{folder}" for folder in folders), *slurm.container_mounts]
         yield f"--container-mounts={shlex.quote(','.join(mounts))} --container-workdir={shlex.quote(str(Path.cwd()))}"
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
-    yield _IN_TASK
     yield shlex.join([python, "-m", "shoal", *arguments])
 
 
