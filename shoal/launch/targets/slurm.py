@@ -53,6 +53,12 @@ if [[ -n $warned && $code -ne 0 ]]; then
 fi
 """
 
+_NO_REQUEUE = """
+if [[ -n $warned && $code -ne 0 ]]; then
+  echo "shoal: stopped before the time limit; submit the job again to resume"
+fi
+"""
+
 
 def submit(run: Run, launch: Launch, dry_run: bool) -> int:
     """Submits the run with sbatch, or only prints the file; returns the exit code for the user's shell.
@@ -97,7 +103,11 @@ def log_folder(run: Run) -> Path:
 def render(run: Run, arguments: Sequence[str]) -> str:
     """Returns the sbatch file of a run that is started by `shoal <arguments>` on each machine."""
     slurm, launch = run.config.launch.slurm, run.config.launch
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(run)), "set -e"]
+    srun = " \\\n  ".join(_srun(run, arguments))
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(run))]
+    if any(sign in text for text in (srun, *launch.env.values()) for sign in "$`"):
+        lines.append("# shellcheck disable=SC2016 # texts of the config are meant as they are")
+    lines.append("set -e")
     lines += [f"module load {shlex.quote(name)}" for name in slurm.modules]
     lines += slurm.setup
     lines += ["set -uo pipefail"]
@@ -105,8 +115,8 @@ def render(run: Run, arguments: Sequence[str]) -> str:
     text = "\n".join(lines) + "\n"
     text += _START.format(first_port=FIRST_PORT, ports=PORTS)
     note_saved = _NOTE_SAVED.format(shlex.quote(f"{log_folder(run).parent}/checkpoints")) if slurm.requeue else ""
-    text += _RUN.format(note_saved=note_saved, srun=" \\\n  ".join(_srun(run, arguments)))
-    return f'{text}{_REQUEUE if slurm.requeue else ""}exit "$code"\n'
+    text += _RUN.format(note_saved=note_saved, srun=srun)
+    return f'{text}{_REQUEUE if slurm.requeue else _NO_REQUEUE}exit "$code"\n'
 
 
 def _options(run: Run) -> Iterator[str]:
