@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -23,8 +24,6 @@ KubernetesName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-
 """A name of lower-case letters, digits and dashes, which Kubernetes accepts for all objects."""
 SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 """`<name of the secret>/<key>`."""
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-"""The name of an environment variable."""
 
 
 class SlurmConfig(Section):
@@ -102,7 +101,7 @@ class KubernetesConfig(Section):
     """The PersistentVolumeClaim that run folders are written to. All pods mount it, so several need `ReadWriteMany`."""
     claim_path: Annotated[str, Field(pattern=r"^/[^\s\x00]+[^\s\x00/]$")] = "/runs"
     """Where the claim is mounted. The default of `experiment.output_dir` is below it."""
-    secrets: dict[Variable, SecretKey] = {}  # noqa: RUF012, pydantic copies it
+    secrets: dict[str, SecretKey] = {}  # noqa: RUF012, pydantic copies it
     """Environment variables whose values are keys of secrets, such as `{WANDB_API_KEY: wandb/api-key}`."""
     files: list[Word] = []  # noqa: RUF012, pydantic copies it
     """Small files to put beside the config in the pods, such as `recipe.py`; the image has all others."""
@@ -110,6 +109,10 @@ class KubernetesConfig(Section):
     """The service account of the pods."""
     grace_seconds: Positive = 300
     """How long a pod that is evicted or deleted may take to save. Longer than a step and a save."""
+
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        wrong = [name for name in self.secrets if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+        return ((bool(wrong), f"secrets: {wrong[:1]} is not the name of an environment variable"),)
 
 
 class RayConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,7 @@ try:
 except ValueError as error:
     print(error, "raised in rank" in error.__notes__[0])
 """
-TRAIN = """
-outcome = shoal.train(
-    recipe=Toy,
-    training={"max_steps": 4, "batch_size": 4},
-    distributed={"strategy": "ddp_spawn"},
-    launch={"procs_per_node": 2},
-    logging={"tensorboard": False, "every": 1},
-)
-assert sum(p.numel() for p in outcome.model.parameters()) == 49
-outcome.step
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
 
 
 def run_cells(folder: Path, *cells: str) -> list[str]:
@@ -74,7 +65,10 @@ def test_a_function_of_a_cell_runs_in_processes_however_they_are_started(tmp_pat
     assert shown == ["[16.0, 16.0]"] * 3 + ["no luck in 10 True\n"]
 
 
-def test_a_recipe_of_a_cell_trains_in_processes(tmp_path: Path) -> None:
-    *_, shown = run_cells(tmp_path, f"import shoal\n{USER_RECIPE}", TRAIN)
-    assert shown.endswith("4"), shown
+def test_the_cells_in_the_docs_run(tmp_path: Path) -> None:
+    train, launch = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    recipe = f"import shoal\n{USER_RECIPE}\nMyRecipe = Toy"
+    _, trained, shown = run_cells(tmp_path, recipe, f"{train}[*outcome.model.state_dict()]", launch)
+    assert trained.endswith("['0.weight', '0.bias', '3.weight', '3.bias']"), trained
+    assert shown == "[10, 11]"
     assert (tmp_path / "runs" / "run" / "logs" / "rank_1.log").exists()

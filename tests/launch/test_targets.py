@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -168,6 +170,20 @@ def test_mistakes_are_one_line(arguments: str, toy: ToyRun, tools: Path) -> None
     assert MISTAKES[arguments] in result.stderr
     assert result.stderr.count("\n") == 1
     assert not toy.output.exists()
+
+
+@pytest.mark.parametrize("page", ["slurm", "kubernetes", "ray"])
+def test_the_commands_in_the_docs_say_what_would_be_submitted(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    config = "recipe: bdh\ntraining: {max_steps: 10, batch_size: 4}\n"
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S):
+        config = block if "recipe:" in block else config + block
+    (tmp_path / "run.yaml").write_text(config)
+    commands = re.findall(r"^shoal (launch run\.yaml [^#\n]*)", text, re.M)
+    assert commands
+    for command in commands:
+        result = call_shoal(tmp_path, *shlex.split(command), "--dry-run")
+        assert result.returncode == 0, result.stderr
 
 
 def test_a_missing_ray_names_the_extra(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
