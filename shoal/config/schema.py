@@ -243,8 +243,11 @@ class LaunchConfig(Section):
     max_restarts: NonNegative = 3
     """How many times to restart from the last checkpoint after a process died."""
     slurm: SlurmConfig = SlurmConfig()
+    """The job of a [SLURM](slurm.md) cluster."""
     kubernetes: KubernetesConfig = KubernetesConfig()
+    """The job on [Kubernetes](kubernetes.md)."""
     ray: RayConfig = RayConfig()
+    """The workers of [Ray](ray.md)."""
 
     @property
     def min_nodes(self) -> int:

@@ -83,7 +83,7 @@ class KubernetesConfig(Section):
     """The container image, with shoal and the recipe installed."""
     namespace: KubernetesName = "default"
     """The namespace of the job."""
-    name: JobName | None = None
+    job_name: JobName | None = None
     """The name of the job. Default: `experiment.name` in lower case."""
     runtime: KubernetesName = "torch-distributed"
     """The ClusterTrainingRuntime of a TrainJob."""

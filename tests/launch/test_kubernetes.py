@@ -138,7 +138,7 @@ def test_objects_are_created(toy: ToyRun, server: Server, kind: str, path: str) 
     result = toy.call(*arguments)
     assert result.returncode == 2
     assert result.stderr == (
-        f"shoal: error: launch.kubernetes.name = run: namespace ml has a {kind} of this name; delete it, or choose "
+        f"shoal: error: launch.kubernetes.job_name = run: namespace ml has a {kind} of this name; delete it, or choose "
         "another name\n"
     )
 

@@ -121,7 +121,7 @@ def test_objects_are_created_with_kubectl(toy: ToyRun, tools: Path, monkeypatch:
     result = toy.call("launch", "run.yaml", *KUBERNETES_TOY)
     assert result.returncode == 2
     assert result.stderr == (
-        "shoal: error: launch.kubernetes.name = run: namespace default has a TrainJob of this name; delete it, or "
+        "shoal: error: launch.kubernetes.job_name = run: namespace default has a TrainJob of this name; delete it, or "
         "choose another name\n"
     )
 

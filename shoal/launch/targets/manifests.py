@@ -114,7 +114,7 @@ def pytorchjob(run: Run, config_map: str) -> Manifest:
 
 def job_name(run: Run) -> str:
     """Returns the name of the job: the key's, or the run's in the letters that Kubernetes allows."""
-    if (name := run.config.launch.kubernetes.name) is not None:
+    if (name := run.config.launch.kubernetes.job_name) is not None:
         return name
     letters = re.sub(r"[^a-z0-9]+", "-", run.config.experiment.name.lower()).strip("-")
     letters = letters if letters[:1].isalpha() else f"run-{letters}"
