@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from launched import free_port
@@ -114,6 +114,8 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
         hosts.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(NODES)}\n")
         resources.callback(hosts.write_text, before)
         cluster = Slurm(folder, resources)
-        with suppress(OSError):
-            resources.callback(cluster.call, "scancel", "--state=PENDING,RUNNING", "--user=root")
-        yield cluster
+        try:
+            yield cluster
+        finally:
+            cluster.call("scancel", "--user=root")
+            cluster.until(lambda: not cluster.call("squeue", "--noheader"))

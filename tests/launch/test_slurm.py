@@ -60,7 +60,8 @@ def test_a_job_is_warned_before_its_time_limit_and_goes_on_in_the_queue(toy: Toy
     recipe = toy.folder / "toy_recipe.py"
     sleep = 'os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and time.sleep(0.5); return {"x"'
     recipe.write_text("import os, time\n" + recipe.read_text().replace('return {"x"', sleep))
-    steps = ("training.max_steps=150", "checkpoint.every=1000", "logging.every=50")
+    # SLURM warns all processes of the job here, also those that load data, without which no step would end.
+    steps = ("training.max_steps=150", "checkpoint.every=1000", "logging.every=50", "dataset.num_workers=1")
     time_limit = ("launch.slurm.time=4", "launch.slurm.warning_seconds=90")
     job = launch(toy, slurm, *TWO_NODES, *steps, *time_limit)
     assert slurm.wait(job) == "COMPLETED", logs(toy.output)
