@@ -118,9 +118,10 @@ class Peers:
         before = self._last_post()
         time.sleep(5 * POLL_SECONDS)
         if (post := self._last_post()) != before:
+            host = Status(**json.loads(post)[1]).host
             raise UserError(
-                f"NODE_RANK={node}: {Status(**json.loads(post)[1]).host} is node {node} of this run already; give every "
-                "machine a number of its own, or use another port if they are two runs"
+                f"NODE_RANK={node}: {host} is node {node} of this run already; give every machine a number of its own, "
+                "or use another port if they are two runs"
             )
         self._board.set(key, self.own.token)
 

@@ -26,6 +26,7 @@ from shoal.processes.board import REMINDER_SECONDS, board_section, connect_to_bo
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
 
+
 @contextmanager
 def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Sends the output of all ranks but rank 0 to `logs/rank_<n>.log`, and shows only the first error on the terminal.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-
 QUIET_LAUNCHER = ("TORCH_CPP_LOG_LEVEL", "2")
 """A variable for the launcher of several machines, and its value (errors only): torch would print pages when node 0
 ends. Workers do not get it."""

@@ -133,8 +133,8 @@ def _check_own_address(world: World) -> None:
             probe.bind((address, 0))  # works for addresses of this machine alone
             return
     raise UserError(
-        f"MASTER_ADDR = {world.address}: it leads to another machine, and this one ({socket.gethostname()}) comes first "
-        "(rank 0); use an address of this machine, or correct NODE_RANK"
+        f"MASTER_ADDR = {world.address}: it leads to another machine, but this one ({socket.gethostname()}) is first; "
+        "use an address of this machine, or correct NODE_RANK"
     )
 
 

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 from zlib import crc32
 
 from shoal.errors import UserError
+from shoal.processes.slurm_lists import expand_hosts, tasks_per_node
 from shoal.processes.world import World
 
 Variables = Mapping[str, str]
@@ -135,7 +134,7 @@ class Torchrun(RankVariables):
     def world(self, variables: Variables, keys: LaunchKeys | None) -> World:
         world = super().world(variables, keys)
         if Slurm().matches(variables, keys) and world.local_size > 1:
-            tasks = _tasks_per_node(variables)[read_number(variables, "SLURM_NODEID")]
+            tasks = tasks_per_node(variables)[read_number(variables, "SLURM_NODEID")]
             if tasks > 1:
                 raise UserError(
                     f"LOCAL_WORLD_SIZE={world.local_size}: SLURM has started {tasks} tasks on this machine, and "
@@ -209,7 +208,7 @@ class Slurm:
     def world(self, variables: Variables, keys: LaunchKeys | None) -> World:
         _require(variables, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST"), "in a job step")
         rank, local_rank, node = (read_number(variables, f"SLURM_{name}") for name in ("PROCID", "LOCALID", "NODEID"))
-        size, tasks = read_number(variables, "SLURM_STEP_NUM_TASKS"), _tasks_per_node(variables)
+        size, tasks = read_number(variables, "SLURM_STEP_NUM_TASKS"), tasks_per_node(variables)
         if size == 1 and (keys is None or keys.procs_per_node == 1):
             return World()
         if rank >= size or node >= len(tasks) or sum(tasks) != size or local_rank >= tasks[node]:
@@ -397,37 +396,3 @@ def read_port(variables: Variables) -> int:
 def _port_of(job: str) -> int:
     """Returns a port for a job that names none: equal in all its processes, and rarely that of another job."""
     return 20000 + crc32(job.encode()) % 10000
-
-
-def _tasks_per_node(variables: Variables) -> list[int]:
-    """Returns the number of tasks on each machine; SLURM writes `2(x3),1` for 2, 2, 2, 1."""
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_STEP_NUM_TASKS", ""))
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
-        if not found:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text!r:.200}: it should look like 2(x3),1; do not set it")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
-
-
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Returns the hosts of a node list of SLURM, such as `gpu[01-03,7],login`."""
-    hosts: list[str] = []
-    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", word):
-            names = [name + end for name in names for end in ([literal] if literal else _expand(ranges))]
-        hosts += names
-    return tuple(hosts) or (socket.gethostname(),)
-
-
-def _expand(ranges: str) -> list[str]:
-    """Returns `01-03,7` as 01, 02, 03, 7."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
-            raise UserError(f"SLURM_STEP_NODELIST: [{ranges:.200}] is not a list of numbers; do not set it by hand")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return numbers

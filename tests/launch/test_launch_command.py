@@ -34,7 +34,15 @@ def test_several_processes_are_started(toy: ToyRun) -> None:
 def test_a_dry_run_prints_the_processes_of_this_machine_and_starts_none(toy: ToyRun) -> None:
     place = ("--node-rank", "1", "--master-addr", "head", "--master-port", "29500")
     ended = toy.call(
-        "launch", "run.yaml", "launch.env={NCCL_DEBUG: INFO}", "--nodes", "2", "--procs-per-node", "2", *place, "--dry-run"
+        "launch",
+        "run.yaml",
+        "launch.env={NCCL_DEBUG: INFO}",
+        "--nodes",
+        "2",
+        "--procs-per-node",
+        "2",
+        *place,
+        "--dry-run",
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     commands = [shlex.split(line) for line in ended.stdout.splitlines()]
@@ -43,7 +51,11 @@ def test_a_dry_run_prints_the_processes_of_this_machine_and_starts_none(toy: Toy
         assert words[0] == "env"
         variables = dict(word.split("=", 1) for word in words[1 : words.index(sys.executable)])
         assert variables["NCCL_DEBUG"] == "INFO"
-        assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == (f"{2 + local_rank}", "4", f"{local_rank}")
+        assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == (
+            f"{2 + local_rank}",
+            "4",
+            f"{local_rank}",
+        )
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("head", "29500")
         command = words[words.index(sys.executable) + 1 :]
         assert command[:4] == ["-m", "shoal", "train", "run.yaml"]
@@ -58,7 +70,7 @@ def test_a_dry_run_prints_the_processes_of_this_machine_and_starts_none(toy: Toy
         (["--nodes", "0"], "nodes = 0 should be a number from 1, or MIN:MAX such as 1:4"),
         (["--nodes", "2"], "launch.nodes = 2: the environment has no MASTER_ADDR"),
         (["--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "0"], "launch.master_port"),
-        (["--procs-per-node", "3", "training.global_batch_size=8", "distributed.mesh={tp: 2}"], "distributed.mesh"),
+        (["--procs-per-node", "3", "distributed.strategy=mesh", "distributed.mesh={tp: 2}"], "tp 2 does not divide"),
     ],
 )
 def test_wrong_options_are_one_line(toy: ToyRun, words: list[str], message: str) -> None:

@@ -127,7 +127,9 @@ def test_a_machine_that_vanishes_from_an_elastic_run_is_named(machines: Any, cap
     other.vanish()
     assert results(first, second) == [0, 1]
     lines = capfd.readouterr().err.splitlines()
-    assert any(re.fullmatch(rf"shoal: node 1 \(.+\) did not answer for 1 s; {AGAIN} \(1 of 3\)", line) for line in lines)
+    assert any(
+        re.fullmatch(rf"shoal: node 1 \(.+\) did not answer for 1 s; {AGAIN} \(1 of 3\)", line) for line in lines
+    )
     assert any("lost the connection to node 0 at MASTER_ADDR = 127.0.0.1" in line for line in lines)
 
 

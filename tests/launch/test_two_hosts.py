@@ -1,4 +1,4 @@
-"""Two network namespaces as two machines: a run over both, a link that is cut, and machines that leave and come back."""
+"""Two network namespaces as two machines: a run over both, a cut link, and machines that leave and come back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_two_hosts_train_one_run(hosts: Hosts, toy: ToyRun) -> None:
     assert_same_weights(toy)
 
 
-CUT_OFF = rf"shoal: lost the connection to node 0 at MASTER_ADDR = 10\.77\.0\.1, MASTER_PORT = \d+ \(no answer for 10 s\)"
+CUT_OFF = (
+    r"shoal: lost the connection to node 0 at MASTER_ADDR = 10\.77\.0\.1, MASTER_PORT = \d+ \(no answer for 10 s\)"
+)
 SILENT = "shoal: node 1 (host-1) did not answer for 10 s"
 
 
@@ -148,7 +150,9 @@ def test_machines_leave_an_elastic_run_and_come_back(hosts: Hosts, toy: ToyRun, 
             gate.open()
             assert first.wait() == 0, first.err
     again = "starting again, from the last checkpoint if there is one"
-    assert first.err.splitlines() == [
+    # While the gate holds a run of one process, that warns of no progress.
+    lines = [line for line in first.err.splitlines() if line.startswith("shoal: ") and "warning" not in line]
+    assert lines == [
         f"shoal: node 1 (host-1) left the run; {again}",
         f"shoal: rank 0 was killed by SIGKILL; {again} (1 of 3)",
         f"{SILENT}; {again} (2 of 3)",

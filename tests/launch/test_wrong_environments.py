@@ -32,7 +32,12 @@ POD = {
     "PET_MASTER_ADDR": "head",
     "PET_MASTER_PORT": "29500",
 }
-MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "2412")}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 TWO_NODES, TWO, FOUR = "launch.nodes=2", "launch.procs_per_node=2", "launch.procs_per_node=4"
 
 
@@ -55,7 +60,11 @@ WRONG: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "a remainder": (NODE | {"WORLD_SIZE": "5"}, [TWO], ["WORLD_SIZE=5", "not a multiple of launch.procs_per_node = 2"]),
     "another size": (NODE | {"WORLD_SIZE": "2"}, [TWO_NODES, TWO], ["WORLD_SIZE=2", "2 × launch.procs_per_node 2 = 4"]),
     "a port that is taken": (NODE | {"MASTER_PORT": "TAKEN"}, [TWO_NODES], ["MASTER_PORT = ", "in use"]),
-    "a master elsewhere": (NODE | {"MASTER_ADDR": "192.0.2.1"}, [TWO_NODES], ["192.0.2.1: it leads to another machine"]),
+    "a master elsewhere": (
+        NODE | {"MASTER_ADDR": "192.0.2.1"},
+        [TWO_NODES],
+        ["192.0.2.1: it leads to another machine"],
+    ),
     "8 torchruns of 8": (
         STEP | RANKS | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7"},
         [],
@@ -71,7 +80,8 @@ WRONG: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "cyclic tasks": (STEP | {"SLURM_PROCID": "3"}, [], ["SLURM_PROCID=3, SLURM_NODEID=1", "--distribution=block"]),
     "a size that is not SLURM's": (STEP | {"WORLD_SIZE": "2"}, [], ["WORLD_SIZE=2: SLURM has started 16 tasks"]),
     "other nodes than SLURM's": (
-        STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+        STEP
+        | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
         | {"SLURM_LOCALID": "0"},
         [TWO, "launch.nodes=3"],
         ["launch.nodes = 3, but SLURM_STEP_NUM_NODES=2"],
@@ -80,7 +90,11 @@ WRONG: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "elastic pods": (POD | {"PET_NNODES": "1:3"}, [], ["PET_NNODES='1:3'", "torchrun"]),
     "other processes than the pod's": (POD, [TWO], ["launch.procs_per_node = 2, but PET_NPROC_PER_NODE=4"]),
     "a pod without a master": (without(POD, "PET_MASTER_ADDR"), [], ["the environment has no MASTER_ADDR"]),
-    "MPI on several machines": (MPI, [], ["the environment has no MASTER_ADDR and mpirun has started"]),
+    "MPI on several machines": (
+        MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        [],
+        ["the environment has no MASTER_ADDR and mpirun has started"],
+    ),
     "MPI by node": (MPI | {"MASTER_ADDR": "head"}, [], ["OMPI_COMM_WORLD_RANK=2", "mpirun --map-by slot"]),
     "a rank in launch.env": ({}, ["launch.env.RANK=0"], ["launch.env", "launchers set RANK; remove it"]),
     "a range upside down": ({}, ["launch.nodes=3:2"], ["launch.nodes", "MIN:MAX"]),
@@ -112,20 +126,24 @@ RIGHT: dict[str, tuple[dict[str, str], dict[str, Any], tuple[Any, ...]]] = {
     "SLURM tasks": (STEP, {}, ("SLURM", 9, 16, 1, 8, 0, "gpu01")),
     "SLURM tasks, as the config says": (STEP, {"procs_per_node": 8, "nodes": 2}, ("SLURM", 9, 16, 1, 8, 0, "gpu01")),
     "a launcher in each SLURM task": (
-        STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+        STEP
+        | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
         | {"SLURM_LOCALID": "0"},
         {"procs_per_node": 8},
         ("SLURM", 1, 2, 0, 1, 8, "gpu01"),
     ),
     "an interactive shell of srun": (
-        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+        STEP
+        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
         | {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
         {},
         ("SLURM", 0, 1, 0, 1, 0, ""),
     ),
     "torchrun in srun": (
-        STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}
-        | RANKS | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"},
+        STEP
+        | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"}
+        | RANKS
+        | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"},
         {},
         ("torchrun", 1, 4, 1, 2, 0, "127.0.0.1"),
     ),
@@ -142,7 +160,11 @@ RIGHT: dict[str, tuple[dict[str, str], dict[str, Any], tuple[Any, ...]]] = {
         ("Kubeflow", 1, 2, 0, 1, 0, "head"),
     ),
     "a TrainJob": (POD, {}, ("Kubeflow", 1, 2, 0, 1, 4, "head")),
-    "machines by hand": (NODE | {"WORLD_SIZE": "4"}, {"procs_per_node": 2}, ("MASTER_ADDR and NODE_RANK", 0, 2, 0, 1, 2, "127.0.0.1")),
+    "machines by hand": (
+        NODE | {"WORLD_SIZE": "4"},
+        {"procs_per_node": 2},
+        ("MASTER_ADDR and NODE_RANK", 0, 2, 0, 1, 2, "127.0.0.1"),
+    ),
     "MPI on one machine": (
         MPI | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
         {},

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from conftest import ToyRun
 
 from shoal.config import load_run
-from shoal.errors import UserError
 from shoal.config.schema import LaunchConfig
+from shoal.errors import UserError
 from shoal.processes.detect import detect
+from shoal.processes.slurm_lists import expand_hosts
 from shoal.processes.world import World
 from shoal.training import train
 
@@ -99,6 +100,18 @@ def test_the_launchers_of_several_machines() -> None:
         world = detect(variables, launch)
         assert (world.rank, world.size, world.starts) == (1, 2, 2)
         assert (world.address, world.port, world.environment) == ("head", 29500, "MASTER_ADDR and NODE_RANK")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ("n1",)),
+        ("gpu[01-03,7],login", ("gpu01", "gpu02", "gpu03", "gpu7", "login")),
+        ("r[1-2]n[08-09]x", ("r1n08x", "r1n09x", "r2n08x", "r2n09x")),
+    ],
+)
+def test_lists_of_hosts_are_read_as_slurm_writes_them(text: str, hosts: tuple[str, ...]) -> None:
+    assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize(
