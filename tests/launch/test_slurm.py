@@ -16,6 +16,8 @@ from slurm_cluster import Slurm, missing, slurm_cluster
 pytestmark = [pytest.mark.slow, pytest.mark.clusters, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 TWO_NODES = ("--on", "slurm", "--nodes", "2", "training.device=cpu", "training.global_batch_size=8")
+LAUNCHERS = ("--procs-per-node", "2", "training.batch_size=2")
+"""With these the task on each machine starts two processes."""
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +40,17 @@ def logs(folder: Path) -> str:
 
 
 def train_undisturbed(toy: ToyRun, *overrides: str) -> Path:
-    """Trains the same run with two processes of this machine."""
+    """Trains the same run with four processes of this machine."""
     output = toy.folder / "undisturbed"
-    keys = ("launch.procs_per_node=2", "training.global_batch_size=8", f"experiment.output_dir={output}")
-    result = toy.shoal("train", "run.yaml", *keys, *overrides)
+    ranks = ("launch.procs_per_node=4", "training.batch_size=2")
+    keys = ("training.global_batch_size=8", f"experiment.output_dir={output}")
+    result = toy.shoal("train", "run.yaml", *ranks, *keys, *overrides)
     assert result.returncode == 0, result.stderr
     return output
 
 
 def test_a_job_on_two_machines_trains_to_the_end(toy: ToyRun, slurm: Slurm) -> None:
-    job = launch(toy, slurm, *TWO_NODES)
+    job = launch(toy, slurm, *TWO_NODES, *LAUNCHERS)
     assert slurm.wait(job) == "COMPLETED", logs(toy.output)
     folder = toy.output / "slurm"
     assert "finished at step 10" in (folder / f"{job}-node0.log").read_text()
@@ -58,12 +61,12 @@ def test_a_job_on_two_machines_trains_to_the_end(toy: ToyRun, slurm: Slurm) -> N
 def test_a_job_is_warned_before_its_time_limit_and_goes_on_in_the_queue(toy: ToyRun, slurm: Slurm) -> None:
     # The first attempt is so slow that its time limit comes long before the end, however busy the machine is.
     recipe = toy.folder / "toy_recipe.py"
-    sleep = 'os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and time.sleep(0.5); return {"x"'
+    sleep = 'os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and time.sleep(1.5); return {"x"'
     recipe.write_text("import os, time\n" + recipe.read_text().replace('return {"x"', sleep))
     # SLURM warns all processes of the job here, also those that load data, without which no step would end.
     steps = ("training.max_steps=150", "checkpoint.every=1000", "logging.every=50", "dataset.num_workers=1")
-    time_limit = ("launch.slurm.time=4", "launch.slurm.warning_seconds=90")
-    job = launch(toy, slurm, *TWO_NODES, *steps, *time_limit)
+    time_limit = ("launch.slurm.time=5", "launch.slurm.warning_seconds=90")
+    job = launch(toy, slurm, *TWO_NODES, *LAUNCHERS, *steps, *time_limit)
     assert slurm.wait(job) == "COMPLETED", logs(toy.output)
     shell_log = (toy.output / "slurm" / f"{job}.log").read_text()
     assert f"job {job} goes back into the queue and resumes" in shell_log
@@ -73,7 +76,7 @@ def test_a_job_is_warned_before_its_time_limit_and_goes_on_in_the_queue(toy: Toy
     assert "finished at step 150" in output.partition("saved")[2]
     # Saved at the warning alone: the interval of checkpoints is longer than the run.
     assert (toy.output / "checkpoints" / f"step_{int(stopped[2]):08d}").exists()
-    recipe.write_text(recipe.read_text().replace("time.sleep(0.5)", "0"))
+    recipe.write_text(recipe.read_text().replace("time.sleep(1.5)", "0"))
     assert tensors(toy.output, 150) == tensors(train_undisturbed(toy, *steps), 150)
 
 

@@ -143,8 +143,8 @@ MISTAKES = {
     "--on moon": "launch.target (command line) = 'moon': should be 'local', 'slurm', 'kubernetes' or 'ray'",
     "--on slurm launch.slurm.gpus_per_node=0": "launch.slurm.gpus_per_node = 0: training.device = auto would find no "
     "GPU; ask for 1, or set training.device to cpu",
-    "--on slurm --procs-per-node 8 launch.slurm.gpus_per_node=4": "launch.slurm.gpus_per_node = 4: "
-    "launch.procs_per_node = 8 processes need one GPU each; ask for 8, or start fewer processes",
+    "--on slurm --procs-per-node 8 launch.slurm.gpus_per_node=4": "launch.slurm.gpus_per_node = 4: each "
+    "process needs a GPU of its own; ask for 8, or use distributed.backend = gloo",
     "--on slurm training.device=cpu launch.slurm.gpus_per_node=4": "launch.slurm.gpus_per_node = 4: training.device = "
     "cpu uses no GPU; leave one of the two keys out",
     "--on slurm --nodes 1:4": "launch.nodes = 1:4: with launch.target = slurm the number of machines is fixed; use 4",
@@ -159,6 +159,8 @@ MISTAKES = {
     " ".join((*KUBERNETES_TOY, "launch.kubernetes.secrets.PET_X=a/b")): "Kubeflow sets variables that begin with "
     "PET_ itself",
     "--on slurm launch.slurm.setup=[[]]": "launch.slurm.setup",
+    "--on ray launch.ray.gpus_per_worker=0.5": "launch.ray.gpus_per_worker = 0.5: each process needs a GPU of its own; "
+    "ask for 1",
     "--on ray launch.ray.gpus_per_worker=0": "launch.ray.gpus_per_worker = 0: training.device = auto",
 }
 

@@ -7,16 +7,16 @@ from shoal.config.layout import check_layout
 from shoal.errors import UserError
 
 
-def gpus_per_node(run: Run, key: str, asked: int | None) -> int:
-    """Returns the GPUs of each machine: what the key asks for, else one for each process; 0 on the CPU.
+def count_gpus(run: Run, key: str, asked: float | None, processes: int) -> float:
+    """Returns the GPUs for some processes: what the key asks for, else one for each process; 0 on the CPU.
 
     Raises UserError if processes would be without a GPU, or GPUs without a use.
     """
     config = run.config
-    processes, device = config.launch.procs_per_node, config.training.device
+    device = config.training.device
     if device == "cpu":
         if asked:
-            raise UserError(f"{key} = {asked}: training.device = cpu uses no GPU; leave one of the two keys out")
+            raise UserError(f"{key} = {asked:g}: training.device = cpu uses no GPU; leave one of the two keys out")
         return 0
     if asked == 0:
         raise UserError(
@@ -25,8 +25,8 @@ def gpus_per_node(run: Run, key: str, asked: int | None) -> int:
         )
     if asked is not None and asked < processes and config.distributed.backend != "gloo":
         raise UserError(
-            f"{key} = {asked}: launch.procs_per_node = {processes} processes need one GPU each; ask for {processes}, "
-            "or start fewer processes"
+            f"{key} = {asked:g}: each process needs a GPU of its own; ask for {processes}, or use distributed.backend "
+            "= gloo"
         )
     return processes if asked is None else asked
 

@@ -124,7 +124,7 @@ def _refusal(manifest: Manifest, exists: bool, reason: str) -> UserError:
     kind, name, namespace = manifest["kind"], manifest["metadata"]["name"], manifest["metadata"]["namespace"]
     if exists:
         return UserError(
-            f"launch.kubernetes.job_name = {name}: namespace {namespace} has a {kind} of this name; delete it, or choose "
-            "another name"
+            f"launch.kubernetes.job_name = {name}: namespace {namespace} has a {kind} of this name; delete it, or "
+            "choose another name"
         )
     return UserError(f"launch.target = kubernetes: the cluster refused {kind} {name}: {reason}")

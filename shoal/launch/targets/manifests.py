@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.errors import UserError
-from shoal.launch.targets.checks import gpus_per_node, number_of_nodes
+from shoal.launch.targets.checks import count_gpus, number_of_nodes
 
 CONFIG_FOLDER, CONFIG_FILE = "/etc/shoal", "run.yaml"
 """Where pods find the config, and the files beside it."""
@@ -173,7 +173,8 @@ def _environment(run: Run) -> list[Manifest]:
 def _resources(run: Run) -> Manifest:
     """Returns what a pod asks for. Limits and requests are equal, so that nothing evicts it for using them."""
     kubernetes = run.config.launch.kubernetes
-    gpus = gpus_per_node(run, "launch.kubernetes.gpus_per_node", kubernetes.gpus_per_node)
+    processes = run.config.launch.procs_per_node
+    gpus = count_gpus(run, "launch.kubernetes.gpus_per_node", kubernetes.gpus_per_node, processes)
     amounts = {
         "cpu": kubernetes.cpu,
         "memory": kubernetes.memory,

@@ -13,7 +13,7 @@ from shoal.config import Run
 from shoal.config.yaml import format_value
 from shoal.errors import UserError, one_line, printable
 from shoal.launch.targets import Launch
-from shoal.launch.targets.checks import check_layout_of, gpus_per_node, number_of_nodes
+from shoal.launch.targets.checks import check_layout_of, count_gpus, number_of_nodes
 from shoal.processes.watchdog import group_timeout_seconds
 
 
@@ -78,9 +78,8 @@ def trainer_settings(run: Run) -> dict[str, Any]:
     workers = number_of_nodes(run) * launch.procs_per_node
     check_layout_of(run)
     resources: dict[str, float] = {"CPU": ray.cpus_per_worker}
-    asked = None if ray.gpus_per_worker is None else math.ceil(ray.gpus_per_worker * launch.procs_per_node)
-    if gpus_per_node(run, "launch.ray.gpus_per_worker", asked):
-        resources["GPU"] = 1 if ray.gpus_per_worker is None else ray.gpus_per_worker
+    if gpus := count_gpus(run, "launch.ray.gpus_per_worker", ray.gpus_per_worker, processes=1):
+        resources["GPU"] = gpus
     return {
         # Ray goes on with an earlier run of the same name; shoal resumes from its own checkpoints.
         "name": f"{run.config.experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}",

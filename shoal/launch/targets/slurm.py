@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
 from shoal.launch.targets import Launch
-from shoal.launch.targets.checks import check_layout_of, gpus_per_node, number_of_nodes
+from shoal.launch.targets.checks import check_layout_of, count_gpus, number_of_nodes
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """The machines of a job meet at port FIRST_PORT + (job id modulo PORTS), below the ports that systems give away."""
@@ -122,7 +122,10 @@ def render(run: Run, arguments: Sequence[str]) -> str:
 def _options(run: Run) -> Iterator[str]:
     """Yields the options of the job, each as a line of the file."""
     slurm = run.config.launch.slurm
-    gpus = gpus_per_node(run, "launch.slurm.gpus_per_node", slurm.gpus_per_node) if slurm.gres is None else None
+    gpus: float | None = None
+    if slurm.gres is None:
+        processes = run.config.launch.procs_per_node
+        gpus = count_gpus(run, "launch.slurm.gpus_per_node", slurm.gpus_per_node, processes)
     options = {
         "job-name": slurm.job_name or run.config.experiment.name,
         "partition": slurm.partition,
