@@ -91,9 +91,20 @@ class Slurm:
         fields = dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)
         return fields.get("JobState", "")
 
-    def wait(self, job: str, seconds: float = 400) -> str:
-        """Waits for the end of a job and returns its last state."""
-        self.until(lambda: self.state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", ""), seconds)
+    def wait(self, job: str, seconds: float = 800) -> str:
+        """Waits for the end of a job and returns its last state.
+
+        A job that goes back into the queue seems to have ended for a few seconds, so the state has to last.
+        """
+        ended_at = float("inf")
+
+        def has_ended() -> bool:
+            nonlocal ended_at
+            runs = self.state(job) in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "")
+            ended_at = float("inf") if runs else min(ended_at, time.monotonic())
+            return time.monotonic() > ended_at + 10
+
+        self.until(has_ended, seconds)
         return self.state(job)
 
     def until(self, condition: object, seconds: float = 60) -> None:
