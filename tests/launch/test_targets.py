@@ -1,24 +1,24 @@
 """What `shoal launch` would submit, compared with files, and what it refuses.
 
-`python tests/launch/test_targets.py --write` writes the files in `golden/`.
+`PYTHONPATH=tests python tests/launch/test_targets.py --write` writes the files in `golden/`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ToyRun, call_shoal
+
+from shoal.config import load_run
+from shoal.processes.detect import detect
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -139,6 +139,25 @@ def test_the_pods_find_a_config_that_is_the_same_run(toy: ToyRun, tmp_path_facto
     assert "finished at step 3" in result.stdout
 
 
+@pytest.mark.parametrize("target", ["TrainJob", "PyTorchJob"])
+@pytest.mark.parametrize(("config", "nodes", "procs"), [("plain", 1, 8), ("full", 4, 2), ("cpu", 2, 1)])
+def test_pods_know_their_place(config: str, nodes: int, procs: int, target: str, tmp_path: Path) -> None:
+    config_map, job = yaml.safe_load_all((GOLDEN / f"{config}.{TARGETS[target]}").read_text())
+    (tmp_path / "run.yaml").write_text(config_map["data"]["run.yaml"])
+    run = load_run(tmp_path / "run.yaml")
+    last = nodes - 1
+    # What the controllers set in the last pod.
+    variables = {"PET_NNODES": nodes, "PET_NODE_RANK": last, "PET_MASTER_ADDR": "first-pod", "PET_MASTER_PORT": 29500}
+    if target == "TrainJob":
+        variables["PET_NPROC_PER_NODE"] = job["spec"]["trainer"]["numProcPerNode"]
+    else:
+        variables |= {"RANK": last, "WORLD_SIZE": nodes * procs, "MASTER_ADDR": "first-pod", "MASTER_PORT": 29500}
+        variables["PET_NPROC_PER_NODE"] = job["spec"]["nprocPerNode"]
+    world = detect({name: str(value) for name, value in variables.items()}, run.config.launch)
+    assert (world.rank, world.size, world.starts) == (last, nodes, procs if procs > 1 else 0)
+    assert world.address == ("first-pod" if nodes > 1 else "127.0.0.1")
+
+
 MISTAKES = {
     "--on moon": "launch.target (command line) = 'moon': should be 'local', 'slurm', 'kubernetes' or 'ray'",
     "--on slurm launch.slurm.gpus_per_node=0": "launch.slurm.gpus_per_node = 0: training.device = auto would find no "
@@ -201,15 +220,8 @@ def test_the_job_script_says_how_it_is_used() -> None:
     assert result.stderr == "usage: sbatch [--nodes=N …] scripts/slurm_job.sh CONFIG [KEY=VALUE …]\n"
 
 
-@contextlib.contextmanager
-def project() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
 if __name__ == "__main__" and "--write" in sys.argv:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for config in CONFIGS:
         for target, ending in TARGETS.items():
-            with project() as folder:
-                (GOLDEN / f"{config}.{ending}").write_text(dry_run(config, target, folder))
+            with tempfile.TemporaryDirectory() as folder:
+                (GOLDEN / f"{config}.{ending}").write_text(dry_run(config, target, Path(folder)))
