@@ -16,6 +16,8 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from shoal.config import Run
 from shoal.errors import UserError, printable
 from shoal.launch.cards import card_of
@@ -106,7 +108,13 @@ class _Launcher:
         self.silence_seconds = min(SILENCE_SECONDS, run.config.distributed.timeout)
         self.peers = Peers(board, self.node, self.nodes, self.silence_seconds, world.hosts)
         if self.nodes > 1:
-            self.peers.join(card_of(run))
+            try:
+                self.peers.join(card_of(run))
+            except dist.DistError:
+                raise UserError(
+                    f"MASTER_ADDR = {world.address}, MASTER_PORT = {world.port}: node 0 of this run is not there, or "
+                    "has ended; run the same command on every machine, with the address and a free port of the first"
+                ) from None
 
     # Node 0
 
@@ -126,7 +134,7 @@ class _Launcher:
                 cause = f"{', '.join(leaving)} left the run"
             else:
                 failures += 1
-                cause = printable(self._describe_cause(attempt, exit_codes, lost))
+                cause = printable(self._describe_cause(attempt, exit_codes, lost, results))
             if failures > max_restarts:
                 return self._end(1, f"{cause}; giving up after {max_restarts} restarts")
             number = f" ({failures} of {max_restarts})" if failures else ""
@@ -168,12 +176,14 @@ class _Launcher:
 
     def _wait_for_results(self, attempt: int, members: Mapping[int, str]) -> dict[int, Status]:
         """Waits until the processes of all members have ended; returns how, by machine, without those that are lost."""
-        while not all(self._is_gone(node, members) or self._result(node, attempt) for node in members):
+        while True:
+            gone = [node for node in members if self._is_gone(node, members)]
+            results = {node: self._result(node, attempt) for node in members if node not in gone}
+            if all(results.values()):
+                return {node: result for node, result in results.items() if result}
             if self._has_failed_elsewhere(attempt, members) or not self.peers.own.succeeded:
                 self.peers.decide(phase="stopping")
             self._pause(may_end=False)
-        results = {node: self._result(node, attempt) for node in members if not self._is_gone(node, members)}
-        return {node: result for node, result in results.items() if result}
 
     def _result(self, node: int, attempt: int) -> Status | None:
         """Returns the status of a machine whose processes have ended, else None."""
@@ -211,15 +221,17 @@ class _Launcher:
         self.peers.decide(phase="over", exit_code=code, line=line)
         return code
 
-    def _describe_cause(self, attempt: int, exit_codes: Mapping[int, int], lost: Sequence[str]) -> str:
+    def _describe_cause(
+        self, attempt: int, exit_codes: Mapping[int, int], lost: Sequence[str], results: Mapping[int, Status]
+    ) -> str:
         """Returns which machine or rank failed first, and how."""
         report_key = _report_key(attempt)
         if self.board.check([report_key]):  # the workers have printed what hangs, and have killed each other
             return f"{json.loads(self.board.get(report_key))['who']} hung"
         if lost:
             return f"{', '.join(lost)} did not answer for {self.silence_seconds:g} s"
-        if not exit_codes:
-            return "the processes were stopped"
+        if not exit_codes:  # a launcher has ended
+            return f"{', '.join(one.name for node, one in results.items() if node and not one.succeeded)} ended"
         rank = min(exit_codes, key=lambda rank: DISTANCE_FROM_CAUSE.get(exit_codes[rank], 0))
         if exit_codes[rank] == LOST_PEERS_EXIT_CODE:
             return f"rank {rank} lost the connection to other ranks (see {log_path(self.run, rank)})"
@@ -284,7 +296,9 @@ class _Launcher:
         """Returns whether the processes of this machine have lost others for good, so that they could only hang."""
         if self.node == 0:
             return any(self.peers.is_lost(node) for node in members)
-        return self.peers.is_lost(0) or self.peers.run.attempt != attempt or self.peers.run.phase == "over"
+        # If node 0 was killed, and has not only become silent, its processes still save with those of this machine.
+        is_silent = self.peers.is_lost(0) and not self.peers.connection_lost
+        return is_silent or self.peers.run.attempt != attempt or self.peers.run.phase == "over"
 
     def _pause(self, may_end: bool = True) -> None:
         """Waits a moment. If the launcher got a signal or has lost node 0, it ends, if it may."""

@@ -144,8 +144,9 @@ class Peers:
             self._silence[node] += elapsed
 
     def is_lost(self, node: int) -> bool:
-        """Returns whether a machine has been silent for too long."""
-        return node in self._silence and self._silence[node] > self._limit_seconds
+        """Returns whether a machine has been silent for too long, and has not said that it leaves."""
+        has_left = node in self.statuses and self.statuses[node].phase == "left"
+        return not has_left and self._silence.get(node, 0.0) > self._limit_seconds
 
     def present(self) -> list[Status]:
         """Returns the other machines that have come, and have neither left nor become silent."""

@@ -97,7 +97,7 @@ def open_board(address: str, port: int, loopback_only: bool) -> Any:
         raise UserError(
             f"MASTER_PORT = {port}: this machine cannot listen on it ({error.strerror}); choose another port"
         ) from None
-    # With multi_tenant, torch's launcher in the same process uses this store instead of opening its own.
+    # With multi_tenant, code that asks torch for a store at this port, as `env://` does, gets this one.
     board = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],
@@ -132,10 +132,30 @@ def _check_own_address(world: World) -> None:
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, 0))  # works for addresses of this machine alone
             return
+    if _leads_back(world.address, world.port):  # an address of the host of this container, for example
+        return
     raise UserError(
         f"MASTER_ADDR = {world.address}: it leads to another machine, but this one ({socket.gethostname()}) is first; "
         "use an address of this machine, or correct NODE_RANK"
     )
+
+
+def _leads_back(address: str, port: int, timeout_seconds: float = 2.0) -> bool:
+    """Returns whether connections to an address arrive at this machine."""
+    token, deadline = os.urandom(16), time.monotonic() + timeout_seconds
+    with (
+        suppress(OSError),
+        socket.create_server(("", port)) as listener,
+        socket.create_connection((address, port), timeout_seconds) as probe,
+    ):
+        probe.sendall(token)
+        while (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            with listener.accept()[0] as connection:  # of the probe, or of a rank that looks for the board
+                connection.settimeout(left)
+                if connection.recv(len(token)) == token:
+                    return True
+    return False
 
 
 def _find_board(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,27 @@ def test_another_version_of_a_library_is_refused(toy: ToyRun) -> None:
     other = replace(card, host="node7", versions={**card.versions, "torch": "1.13"})
     with pytest.raises(UserError, match=r"torch = '.+' on this machine .*the first one \(node7\) has '1.13'; install"):
         check_equal(card, other.to_json())
+
+
+def test_a_board_without_launchers_is_refused(toy: ToyRun, board: Any) -> None:
+    """Ranks that another launcher has started keep one, too."""
+    board.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(UserError, match=r"MASTER_PORT = \d+: node 0 of this run is not there"):
+        Machine(toy, board, 1, WAITS, FIXED)
+
+
+def test_a_machine_that_has_left_is_not_lost(toy: ToyRun, board: Any) -> None:
+    keeper, member = Peers(board, 0, 2, 0.2), Peers(board.clone(), 1, 2, 60)
+    card = card_of(load_run(toy.config, [FIXED]))
+    keeper.join(card)
+    member.join(card)
+    while not keeper.present():
+        time.sleep(0.01)
+    member.leave()
+    while keeper.present():
+        time.sleep(0.01)
+    for _ in range(30):
+        keeper.tick()
+        time.sleep(0.01)
+    assert not keeper.is_lost(1)
+    keeper.leave()
