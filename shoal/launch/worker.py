@@ -88,12 +88,19 @@ def call_the_roll(run: Run, world: World, remind: Callable[[str], None]) -> None
         board.set("card", card_of(run).to_json())
     elif world.local_rank == 0 and world.launcher_pid is None:
         board.wait(["card"], timedelta(seconds=init_timeout))
-        check_equal(card_of(run), board.get("card").decode())
+        try:
+            check_equal(card_of(run), board.get("card").decode())
+        except UserError as error:
+            board.set("refusal", f"{_name_rank(world.rank, world)}: {error}")
+            raise
     board.set(f"rank {world.rank}", "")
     began = time.monotonic()
     reminder = began + REMINDER_SECONDS
     while world.rank == 0 and not board.check([f"rank {rank}" for rank in range(world.size)]):
         waited = time.monotonic() - began
+        if board.check(["refusal"]):  # that rank prints it on its own machine
+            remind(f"error: {one_line(board.get('refusal').decode(), limit=10_000)}")
+            os._exit(2)
         if waited < min(reminder - began, init_timeout):
             time.sleep(0.02)
             continue

@@ -244,7 +244,7 @@ def test_torchrun_with_another_number_of_processes_than_the_config(toy: ToyRun) 
         assert run.nothing_left()
     lines = [line for line in run.err.splitlines() if line.startswith("shoal: ")]
     assert len(lines) == 1, "it must not be printed again after torchrun's restart"
-    assert "launch.procs_per_node = 3, but this machine runs 2" in lines[0]
+    assert "launch.procs_per_node = 3, but 2 processes were started" in lines[0]
 
 
 @pytest.mark.parametrize(
