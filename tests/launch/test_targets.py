@@ -207,6 +207,24 @@ def test_the_commands_in_the_docs_say_what_would_be_submitted(page: str, tmp_pat
         assert result.returncode == 0, result.stderr
 
 
+def test_what_ray_is_asked_for(toy: ToyRun) -> None:
+    keys = ("launch.ray.cpus_per_worker=2", "launch.ray.storage_path=/mnt/ray", "launch.max_restarts=7")
+    arguments = ("launch", "run.yaml", "--dry-run", "--on", "ray", "--nodes", "2", "--procs-per-node", "4", *keys)
+    asked = yaml.safe_load(toy.call(*arguments, "launch.env.NOTE=hello").stdout)
+    assert asked.pop("name").startswith("run-20")
+    assert asked.pop("command")[:2] == ["train", "run.yaml"]
+    assert asked == {
+        "num_workers": 8,
+        "resources_per_worker": {"CPU": 2, "GPU": 1},
+        "max_failures": 7,
+        "storage_path": "/mnt/ray",
+        "timeout_seconds": 1860,
+        "env": {"NOTE": "hello"},
+    }
+    asked = yaml.safe_load(toy.call("launch", "run.yaml", "--dry-run", "--on", "ray", "training.device=cpu").stdout)
+    assert (asked["resources_per_worker"], asked["storage_path"]) == ({"CPU": 1}, f"{toy.output}/ray")
+
+
 def test_a_missing_ray_names_the_extra(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.train.torch", None)
     result = toy.call("launch", "run.yaml", "--on", "ray")
