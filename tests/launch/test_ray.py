@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ToyRun
-from launched import free_port, tensors
+from launched import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.clusters]
 pytest.importorskip("ray", reason="Ray is not installed; `make test-clusters` installs it")
@@ -57,11 +57,3 @@ def test_a_mistake_is_one_line_and_not_tried_again(toy: ToyRun) -> None:
     assert code == 2
     assert re.search(r"^shoal: error: toy_recipe\.py:\d+ in loss: KeyError: 'nothing'", err, re.M), err
     assert not list(Path(toy.output).glob("checkpoints/*"))
-
-
-def test_a_cluster_that_is_not_there_is_one_line(toy: ToyRun) -> None:
-    code, _, err = launch(toy, f"launch.ray.address=127.0.0.1:{free_port()}")
-    assert code == 2
-    assert re.search(
-        r"^shoal: error: launch\.ray\.address = 127\.0\.0\.1:\d+: there is no Ray cluster \(", err, re.M
-    ), err

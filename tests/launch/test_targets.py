@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ToyRun, call_shoal
+from launched import free_port
 
 from shoal.config import load_run
 from shoal.processes.detect import detect
@@ -223,6 +224,16 @@ def test_what_ray_is_asked_for(toy: ToyRun) -> None:
     }
     asked = yaml.safe_load(toy.call("launch", "run.yaml", "--dry-run", "--on", "ray", "training.device=cpu").stdout)
     assert (asked["resources_per_worker"], asked["storage_path"]) == ({"CPU": 1}, f"{toy.output}/ray")
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line(toy: ToyRun) -> None:
+    port = free_port()
+    result = toy.call("launch", "run.yaml", "--on", "ray", f"launch.ray.address=127.0.0.1:{port}")
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"shoal: error: launch.ray.address = 127.0.0.1:{port}: there is no Ray cluster ([Errno 111] Connection "
+        "refused); start one with `ray start --head`, or leave the key out\n"
+    )
 
 
 def test_a_missing_ray_names_the_extra(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:

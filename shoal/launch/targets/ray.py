@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import socket
 import time
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +26,7 @@ def submit(run: Run, launch: Launch, dry_run: bool) -> int:
         print("".join(f"{key}: {format_value(value)}\n" for key, value in settings.items()), end="")
         print(f"command: {format_value(launch.command)}")
         return 0
+    _check_address(run.config.launch.ray.address)
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # the default since Ray 2.51
     try:
         ray: Any = import_module("ray.train.torch") and import_module("ray")
@@ -103,10 +106,23 @@ def _connect(ray: Any, run: Run) -> None:
     try:
         ray.init(address=section.address)
     except (ConnectionError, ValueError) as error:
-        raise UserError(
-            f"launch.ray.address = {section.address}: there is no Ray cluster ({one_line(error)}); start one with "
-            "`ray start --head`, or leave the key out"
-        ) from None
+        raise _no_cluster(section.address, error) from None
+
+
+def _check_address(address: str | None) -> None:
+    """Raises UserError if nothing listens at the address of a cluster. Ray itself would try for minutes."""
+    if found := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d{1,5})", address or ""):
+        try:
+            socket.create_connection((found[1], int(found[2])), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(str(address), error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> UserError:
+    return UserError(
+        f"launch.ray.address = {address}: there is no Ray cluster ({one_line(error)}); start one with "
+        "`ray start --head`, or leave the key out"
+    )
 
 
 def _cause(failure: Exception) -> str:
