@@ -132,14 +132,16 @@ def test_a_machine_that_was_cut_off_joins_again_and_nothing_is_lost(
 
 def test_machines_leave_an_elastic_run_and_come_back(hosts: Hosts, toy: ToyRun, gate: Gate) -> None:
     gate.close_after(4)
-    with hosts.launch(toy, 0, "1:2", *SAME) as first:
-        with hosts.launch(toy, 1, "1:2", *SAME) as second:
+    options = ("1:2", *SAME, "checkpoint.every=1")
+    with hosts.launch(toy, 0, *options) as first:
+        with hosts.launch(toy, 1, *options) as second:
             first.until(saved(toy, 4))
             second.process.send_signal(signal.SIGTERM)  # as a cloud does that takes a machine back
-            gate.close_after(6)
+            gate.close_after(6)  # the ranks agree to stop after step 5 or 6
             assert second.wait() == 143, second.err
-        first.until(saved(toy, 6))  # alone
-        with hosts.launch(toy, 1, "1:2", *SAME) as second:
+        gate.close_after(7)
+        first.until(saved(toy, 7))  # alone
+        with hosts.launch(toy, 1, *options) as second:
             assert second.process.stderr is not None
             assert "the run goes on without this machine" in second.process.stderr.readline()
             os.kill(first.ranks()[0], signal.SIGKILL)
