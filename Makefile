@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu lint docs bench soak clean help
+.PHONY: demo test test-slow test-gpu test-clusters lint docs bench soak clean help
 
 help:
 	@echo "make demo       train a small language model on this machine"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that take minutes (compilers)"
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
+	@echo "make test-clusters  a real SLURM, a real Ray and a Jupyter kernel on this machine; installs them (as root, Debian)"
 	@echo "make docs       the docs as a site with search, in build/site"
 	@echo "make bench      what the training loop costs, beside its peers"
 	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
@@ -22,10 +23,13 @@ test: .venv/.ready-dev lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: .venv/.ready-dev
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu and not clusters"
 
 test-gpu: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "gpu"
+
+test-clusters: .venv/.ready-clusters
+	$(BIN)/python -m pytest -m clusters
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
@@ -55,6 +59,12 @@ clean:
 .venv/.ready-dev: .venv/.ready
 	@echo "adding what the tests need"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/.ready-clusters: .venv/.ready-dev
+	@echo "adding Ray, Kubernetes' models, a Jupyter kernel and, where apt-get may, SLURM"
+	@$(PIP) --editable '.[clusters]'
+	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client || echo "SLURM is not installed; its tests are skipped"
 	@touch $@
 
 .venv/.ready-docs: .venv/.ready

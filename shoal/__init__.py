@@ -25,6 +25,7 @@ _MODULES = {
     "ThreeDParallelism": "shoal.strategies",
     "UserError": "shoal.errors",
     "Weights": "shoal.types",
+    "launch_distributed": "shoal.distributed",
     "load": "shoal.training.load",
     "token_loss": "shoal.recipes",
     "train": "shoal.api",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.api import Run as Run
     from shoal.api import train as train
     from shoal.checkpoint import DamagedCheckpoint as DamagedCheckpoint
+    from shoal.distributed import launch_distributed as launch_distributed
     from shoal.errors import UserError as UserError
     from shoal.recipes import Recipe as Recipe
     from shoal.recipes import token_loss as token_loss

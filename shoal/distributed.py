@@ -150,7 +150,11 @@ def resume(output_dir: str | Path, loop: Loop) -> dict[str, Any]:
 def launch_distributed(
     function: Callable[..., Any], *args: Any, processes: int = 2, start_method: str = "auto"
 ) -> list[Any]:
-    """Runs `function(*args)` in processes of this machine; returns its results by rank or raises the first error."""
+    """Runs `function(*args)` in processes of this machine; returns its results by rank or raises the first error.
+
+    The function may be defined in a cell of a notebook. `start_method` is `spawn`, `fork`, or `auto`: `spawn` if a new
+    process can import the function, else `fork`, or `spawn` with the function sent by value if this process uses CUDA.
+    """
     return run_function(function, args, processes, start_method)
 
 

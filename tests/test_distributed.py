@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import pickle
 import pkgutil
 import random
 import re
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 import shoal.distributed as plain
 from shoal.errors import UserError
+from shoal.launch.spawn import _choose_method
 from shoal.strategies import DDPStrategy, Loop
 
 ROOT = Path(__file__).parent.parent
@@ -275,6 +277,24 @@ def test_launch_distributed_refuses_mistakes(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(UserError, match="already rank 3"):
         plain.launch_distributed(print)
+
+
+def test_a_function_that_cannot_be_imported_is_sent_by_value_once_cuda_is_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    bonus = 5
+    method, function, args = _choose_method(lambda number: number + bonus, (1,), "auto")
+    function, args = pickle.loads(pickle.dumps((function, args)))  # as multiprocessing sends them
+    assert (method, pickle.loads(function(*args).pickled)) == ("spawn", 6)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert _choose_method(lambda: None, (), "auto")[0] == "fork"
+    assert _choose_method(plain.get_rank, (), "auto") == ("spawn", plain.get_rank, ())
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UserError, match=r'cannot be forked; .* pip install "shoal\[notebook\]"'):
+        _choose_method(lambda: None, (), "spawn")
+
+
+def test_launch_distributed_is_a_name_of_the_package():
+    assert shoal.launch_distributed is plain.launch_distributed
 
 
 # The page

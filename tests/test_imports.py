@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "transform": BASE | {"config", "parallel"},
     "checkpoint": BASE | {"config", "parallel", "weights"},
     "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
-    "launch": BASE | {"checkpoint", "config", "processes"},
+    "launch": BASE | {"callbacks", "checkpoint", "config", "processes", "training"},
     "training": BASE
     | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
     | {"weights"},
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
     | {"training"}
     | {"transform", "weights"},
-    "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
+    "cli": BASE | {"api", "checkpoint", "config", "launch", "processes", "training", "verify"},
 }
 
 

@@ -9,7 +9,9 @@ import typer
 from shoal.cli.arguments import ConfigFile, Debug, Overrides
 from shoal.cli.train import set_variables, train_config
 
-Target = Annotated[str | None, typer.Option("--on", metavar="TARGET", help="Where to start it: local.")]
+Target = Annotated[
+    str | None, typer.Option("--on", metavar="TARGET", help="Where to start it: local, slurm, kubernetes or ray.")
+]
 Nodes = Annotated[str | None, typer.Option(metavar="N", help="Number of machines, or MIN:MAX if some may leave.")]
 ProcsPerNode = Annotated[int | None, typer.Option(metavar="N", help="Number of processes on each machine.")]
 NodeRank = Annotated[int | None, typer.Option(metavar="N", help="The number of this machine, from 0.")]

@@ -50,6 +50,9 @@ def train_config(config: Path, overrides: list[str], command: list[str], fresh: 
     if fresh:
         _start_fresh(run)
     world = detect(launch=run.config.launch)
+    if world.starts and run.config.distributed.strategy == "ddp_spawn":
+        stopped_by = _train_in_children(run, command, overrides)
+        raise typer.Exit(128 + stopped_by if stopped_by else 0)
     if world.starts:  # this process starts the others and does not train itself, so it does not need all of shoal
         from shoal.launch.launcher import start
         from shoal.training.preflight import check_before_launch
@@ -85,6 +88,25 @@ def train_config(config: Path, overrides: list[str], command: list[str], fresh: 
                 raise
     if stopped_by:
         raise typer.Exit(128 + stopped_by)
+
+
+def _train_in_children(run: Run, command: list[str], overrides: list[str]) -> int:
+    """Trains in processes that this one starts without a launcher; returns the signal that stopped the run, or 0."""
+    from shoal.api import starts_processes, train_in_processes
+
+    starts_processes(run)  # refuses several machines
+    outcome = train_in_processes(run, _train_explained)
+    _print_outcome(outcome, run, [_command("shoal"), *command], overrides)
+    return outcome.stopped_by
+
+
+def _train_explained(run: Run) -> Outcome:
+    """Trains as one of several processes. An error in the user's code becomes one line."""
+    from shoal.launch.mistakes import explained
+    from shoal.training import train as train_run
+
+    with explained(run):
+        return train_run(run)
 
 
 def set_variables(config: Path, overrides: Sequence[str]) -> None:

@@ -93,6 +93,8 @@ def layout_of(
     strategy = distributed.strategy
     if strategy == "auto":
         strategy = "ddp" if size > 1 else "single"
+    elif strategy == "ddp_spawn":  # says how processes are started, and not what they do
+        strategy = "ddp"
     zero, not_in_force = distributed.zero, dict[str, str]()
     if strategy == "deepspeed" and zero.config_file is not None:
         where = f"distributed.deepspeed.config_file {zero.config_file}"

@@ -24,6 +24,7 @@ from shoal.config.schema_optimizers import (
     Plateau,
     Scheduler,
 )
+from shoal.config.schema_targets import KubernetesConfig, RayConfig, SlurmConfig
 from shoal.config.section import Fraction, NonNegative, Positive, Section, short_for
 
 
@@ -220,8 +221,9 @@ def _read_variables(value: Any) -> Any:
 
 
 class LaunchConfig(Section):
-    target: Literal["local"] = "local"
-    """Where `shoal launch` starts the run: on this machine (`local`)."""
+    target: Literal["local", "slurm", "kubernetes", "ray"] = "local"
+    """Where `shoal launch` starts the run: on this machine (`local`), as a job of a cluster (`slurm`, `kubernetes`), or
+    on the workers of `ray`."""
     nodes: Annotated[int | str, AfterValidator(_check_nodes)] = 1
     """Number of machines, or `MIN:MAX` for a run that goes on when machines leave, as long as MIN are left. If more
     than one, run the command on each machine, and say where they meet and which machine each is."""
@@ -240,6 +242,12 @@ class LaunchConfig(Section):
     variables; this process is alone, or starts the others itself."""
     max_restarts: NonNegative = 3
     """How many times to restart from the last checkpoint after a process died."""
+    slurm: SlurmConfig = SlurmConfig()
+    """The job of a [SLURM](slurm.md) cluster."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """The job on [Kubernetes](kubernetes.md)."""
+    ray: RayConfig = RayConfig()
+    """The workers of [Ray](ray.md)."""
 
     @property
     def min_nodes(self) -> int:

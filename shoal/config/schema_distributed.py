@@ -212,11 +212,12 @@ class PipelineConfig(Section):
 
 class DistributedConfig(Section):
     strategy: Annotated[
-        Literal["auto", "single", "ddp", "fsdp", "deepspeed", "mesh"],
+        Literal["auto", "single", "ddp", "ddp_spawn", "fsdp", "deepspeed", "mesh"],
         BeforeValidator(lambda name: "mesh" if name == "3d" else name),  # the name of `mesh` in older configs
     ] = "auto"
     """How the run is spread over processes. `auto`: `single` for one process, `ddp` for several. `mesh`: the product of
-    dimensions in the section `mesh`."""
+    dimensions in the section `mesh`. `ddp_spawn`: `ddp` whose processes the training process starts itself, without a
+    launcher that restarts them; for [notebooks](notebooks.md)."""
     mesh: MeshConfig | None = None
     """The dimensions of the mesh; for the strategy `mesh`, and for `fsdp` with HYBRID_SHARD."""
     ddp: DDPConfig = DDPConfig()

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +46,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         raise UserError(
             f"launch_distributed: this process is already rank {own_rank} of a run; call the function itself"
         )
-    method = _choose_method(function, args) if start_method == "auto" else start_method
+    method, function, args = _choose_method(function, args, start_method)
     # A forked process lacks the other threads of its parent, also OpenMP's, and would wait for those forever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)
     if method == "fork":
@@ -60,6 +61,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         "MASTER_PORT": board.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is open, so rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": 0,
+        "SHOAL_SPAWN": method,
     }
     context: Any = multiprocessing.get_context(method)
     with TemporaryDirectory(prefix="shoal-") as folder:
@@ -78,7 +80,8 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
                 wait([worker.sentinel for worker in running])
                 running = [worker for worker in workers if worker.exitcode is None]
                 _raise_if_any_failed(workers, Path(folder), method)
-            return [pickle.loads(Path(folder, f"result {rank}").read_bytes()) for rank in range(processes)]
+            results = [pickle.loads(Path(folder, f"result {rank}").read_bytes()) for rank in range(processes)]
+            return [pickle.loads(result.pickled) if isinstance(result, _ByValue) else result for result in results]
         finally:
             for worker in workers:
                 worker.kill()
@@ -88,21 +91,54 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
             del board
 
 
-def _choose_method(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Returns `spawn` if a new process can import the function, else `fork`, which needs no import.
+def _choose_method(
+    function: Callable[..., Any], args: Sequence[Any], start_method: str
+) -> tuple[str, Callable[..., Any], Sequence[Any]]:
+    """Returns how to start processes, and what they have to call.
 
-    A new process cannot import lambdas, functions inside functions, and what a notebook or a prompt has defined.
+    `auto` is `spawn` if a new process can import the function, else `fork`, which needs no import. A process that uses
+    CUDA cannot be forked; then the function is sent by value.
+    """
+    importable = _is_importable(function, args)
+    if start_method == "auto":
+        can_fork = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+        start_method = "fork" if can_fork and not importable else "spawn"
+    if start_method == "fork" or importable:
+        return start_method, function, args
+    try:
+        import cloudpickle
+    except ImportError:
+        raise UserError(
+            f"launch_distributed: a new process cannot import {function!r}, and this process cannot be forked; define "
+            'the function at the top level of a file, or pip install "shoal[notebook]"'
+        ) from None
+    return start_method, _call_by_value, (cloudpickle.dumps((function, args)),)
+
+
+def _is_importable(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Returns whether a new process can import what it has to call.
+
+    It cannot import lambdas, functions inside functions, and what a notebook or a prompt has defined.
     """
     with suppress(Exception):  # pickle raises several types, and classes may raise others
         main_file = Path(getattr(sys.modules["__main__"], "__file__", ""))  # or "<stdin>"
-        if b"__main__" not in pickle.dumps((function, args)) or main_file.is_file():
-            return "spawn"
-    if "fork" not in multiprocessing.get_all_start_methods() or torch.cuda.is_initialized():
-        raise UserError(
-            f"launch_distributed: a new process cannot import {function!r}, and this process cannot be forked because "
-            "it uses CUDA; define the function at the top level of a file"
-        )
-    return "fork"
+        return b"__main__" not in pickle.dumps((function, args)) or main_file.is_file()
+    return False
+
+
+def _call_by_value(pickled: bytes) -> Any:
+    """Calls a function that was sent as bytes; what it returns may be of a class that only the notebook has."""
+    import cloudpickle
+
+    function, args = cloudpickle.loads(pickled)
+    return _ByValue(cloudpickle.dumps(function(*args)))
+
+
+@dataclass(frozen=True)
+class _ByValue:
+    """A result that plain pickle could not send."""
+
+    pickled: bytes
 
 
 def _raise_if_any_failed(workers: Sequence[Any], folder: Path, method: str) -> None:

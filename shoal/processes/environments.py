@@ -53,6 +53,9 @@ class Environment(Protocol):
         """
 
 
+SPAWNED = "spawned from Python"
+"""The name of the environment of processes that `shoal.launch.spawn` has started."""
+
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -107,6 +110,16 @@ class ShoalLauncher(RankVariables):
     def world(self, variables: Variables, keys: LaunchKeys | None) -> World:
         launcher = read_number(variables, "SHOAL_LAUNCHER") or None
         return replace(super().world(variables, keys), launcher_pid=launcher)
+
+
+@dataclass(frozen=True)
+class Spawned(RankVariables):
+    """`shoal.launch.spawn` started the process, from Python."""
+
+    name: str = SPAWNED
+
+    def matches(self, variables: Variables, keys: LaunchKeys | None) -> bool:
+        return {"SHOAL_SPAWN", "LOCAL_RANK"} <= {*variables}
 
 
 @dataclass(frozen=True)
@@ -321,6 +334,7 @@ class Plain:
 
 ENVIRONMENTS: tuple[Environment, ...] = (
     ShoalLauncher(),
+    Spawned(),
     Torchrun(),
     Kubeflow(),
     RankVariables(),

@@ -16,6 +16,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.config.layout import check_layout
 from shoal.errors import UserError, as_user_error
+from shoal.processes.environments import SPAWNED, Plain
 from shoal.processes.world import World
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def find_checkpoints(
 def check_world(run: Run, world: World) -> None:
     """Refuses processes that were started in another number than the config says."""
     launch = run.config.launch
+    if run.config.distributed.strategy == "ddp_spawn" and world.environment not in (SPAWNED, Plain.name):
+        raise UserError(
+            f"distributed.strategy = ddp_spawn: {world.environment} has started the processes already; use ddp"
+        )
     if world.starts > 1 or (world.starts and world.size > 1):
         raise UserError(
             f"launch.procs_per_node = {world.starts}, but 1 processes were started on this machine; use the command "

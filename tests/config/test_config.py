@@ -174,7 +174,9 @@ def _keys(section: type[BaseModel]) -> Iterator[str]:
 
 
 def test_every_key_is_named_in_some_test() -> None:
-    words = {word for path in Path(__file__).parents[1].rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    tests = Path(__file__).parents[1]
+    files = [*tests.rglob("*.py"), *(tests / "launch" / "golden").glob("*.yaml")]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
     assert {*_keys(Config)} <= words
 
 

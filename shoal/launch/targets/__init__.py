@@ -13,7 +13,12 @@ from typing import Protocol, cast
 
 from shoal.config import Run
 
-TARGETS = {"local": "shoal.launch.targets.local"}
+TARGETS = {
+    "local": "shoal.launch.targets.local",
+    "slurm": "shoal.launch.targets.slurm",
+    "kubernetes": "shoal.launch.targets.kubernetes",
+    "ray": "shoal.launch.targets.ray",
+}
 """The module of each `launch.target`."""
 
 
