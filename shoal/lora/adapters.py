@@ -89,6 +89,17 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Returns whether a model has any adapter."""
+    return next(adapted_layers(model), None) is not None
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Takes all adapters off a model, which then is the base."""
+    for _, module in [*adapted_layers(model)]:
+        detach(module)
+
+
 def reset_with(reset_other: Reset) -> Reset:
     """Returns a function that draws the parameters of an adapter's part, and has `reset_other` draw all others."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import sqrt
 from typing import Any
 
 from torch import nn
@@ -115,6 +116,13 @@ def _ends_with(pattern: str, name: str) -> bool:
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     return next((value for part, value in pattern.items() if _ends_with(part, name)), default)
+
+
+def scale_by_pattern(config: Mapping[str, Any], name: str) -> float:
+    """Returns what PEFT multiplies a module's adapter by, from the content of its adapter_config.json."""
+    rank = _by_pattern(config.get("rank_pattern") or {}, name, config.get("r", 8))
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha", 8))
+    return float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _nothing_found(modules: Mapping[str, nn.Module], wanted: list[str] | str, lora: LoraConfig) -> str:

@@ -82,6 +82,9 @@ class CausalLMRecipe(TextRecipe):
                 f"dataset.seq_length = {dataset.seq_length}: the model has max_position_embeddings = {longest}; "
                 + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
             )
+        if self.config.lora is not None:
+            with parameters_on_meta():
+                self.build_model()  # refuses targets that match nothing, before the text is prepared
         super().prepare_data()
 
     @cached_property
@@ -202,6 +205,11 @@ class CausalLMRecipe(TextRecipe):
         return None if keys is None else make_config(keys).get_text_config()
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
+            raise UserError(
+                f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which would "
+                "add it on every rank; leave one of them out"
+            )
         if self._config_without_weights is None:
             return
         tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))
