@@ -21,6 +21,7 @@ from shoal.lora.layers import (
     add_to_embedding,
     add_to_linear,
     detach,
+    linear_sizes,
     plain_weight,
 )
 from shoal.lora.targets import find_targets, modules_to_save
@@ -189,30 +190,50 @@ def _rank(module: Any) -> int:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Adds every adapter to the weight of its layer, and takes it off. The model then has its plain form."""
-    for _, module in [*adapted_layers(model)]:
+    """Adds every adapter to the weight of its layer, and takes it off. The model then has its plain form.
+
+    A quantised layer (with a method `dequantise`) becomes a plain Linear of its dequantised weight and the adapter.
+    """
+    for name, module in [*adapted_layers(model)]:
         if isinstance(module, AdaptedEmbedding):
             first, second = module.lora_embedding_A[ADAPTER], module.lora_embedding_B[ADAPTER]  # type: ignore[index]
             _add(module.weight, (second @ first).mT * module.scaling)  # type: ignore[arg-type]
+            detach(module)
+        elif hasattr(module, "dequantise"):
+            linear = nn.Linear(*linear_sizes(module), bias=module.bias is not None)
+            linear.weight.copy_(_merged_weight(module))
+            if module.bias is not None:
+                linear.bias.copy_(_merged_bias(module))
+            model.set_submodule(name, linear)
         else:
-            _merge_linear(module)
-        detach(module)
+            merged, bias = _merged_weight(module), _merged_bias(module)
+            module.weight.copy_(merged if hasattr(module, "in_features") else merged.mT)  # type: ignore[operator]
+            if bias is not None:
+                module.bias.copy_(bias)  # type: ignore[operator]
+            detach(module)
 
 
-def _merge_linear(module: Any) -> None:
+def _merged_weight(module: Any) -> Tensor:
+    """Returns the weight (outputs, inputs) of a layer with its adapter, in float32."""
     first, second = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
     weight = plain_weight(module).float()
     merged = weight + second.weight @ first.weight * module.scaling
     if module.lora_magnitude_vector:
         merged *= (module.lora_magnitude_vector[ADAPTER].weight / merged.norm(dim=1))[:, None]
-    if second.bias is not None:
-        if module.bias is None:
-            raise UserError(
-                "lora.lora_bias = true: a layer without a bias cannot take up the adapter's; export the adapter by "
-                "--to peft"
-            )
-        _add(module.bias, second.bias * module.scaling)
-    module.weight.copy_(merged if hasattr(module, "in_features") else merged.mT)
+    return merged
+
+
+def _merged_bias(module: Any) -> Tensor | None:
+    """Returns the bias of a layer with its adapter's, or None if it has none."""
+    change, bias = module.lora_B[ADAPTER].bias, module.bias
+    if change is None:
+        return None if bias is None else bias.clone()
+    if bias is None:
+        raise UserError(
+            "lora.lora_bias = true: a layer without a bias cannot take up the adapter's; export the adapter by --to peft"
+        )
+    merged: Tensor = bias.float() + change * module.scaling
+    return merged
 
 
 def _add(tensor: Tensor, change: Tensor) -> None:

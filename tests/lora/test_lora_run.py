@@ -176,3 +176,59 @@ def test_what_cannot_be_exported_is_said(root: Path, step_dir: Path, tmp_path: P
         result = call_shoal(tmp_path, "checkpoint", "export", str(step_dir), str(tmp_path / "out"), *arguments)
         assert result.returncode == 2
         assert words in result.stderr
+
+
+def test_a_trained_model_is_talked_to(root: Path, step_dir: Path) -> None:
+    """The same text as transformers generates, piece by piece; a line of the input is one text."""
+    arguments = ("chat", str(root / "out"), "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "20")
+    result = call_shoal(root, *arguments)
+    assert result.returncode == 0, result.stderr
+    model: Any = shoal.load(step_dir)
+    ids = torch.tensor([list(b"the quick")])
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0, pad_token_id=0)[0, ids.shape[1] :]
+    assert result.stdout == bytes(t for t in expected.tolist() if t).decode(errors="replace") + "\n"
+    for arguments, words in (
+        ((str(root / "out"), "--prompt", "a" * 64), "the prompt has 64 tokens, and the model takes 64"),
+        ((str(root / "out"), "--temperature", "-1"), "--temperature -1.0: it must be 0 or more"),
+        ((str(root / "base"),), "no manifest"),
+    ):
+        refused = call_shoal(root, "chat", *arguments)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+
+
+class _Templated:
+    """A tokenizer of bytes with a chat template."""
+
+    vocab_size, eos, template = 256, None, "a template"
+
+    def render(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
+        text = "".join(f"<{turn['role'][0]}>{turn['content']}|" for turn in messages)
+        return text + ("<a>" if prompt else "")
+
+    def encode(self, text: str) -> Any:
+        return torch.tensor([*text.encode()])
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_conversation_follows_its_template(step_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.recipes.causal_lm import CausalLMRecipe
+    from shoal.training.chat import Chat
+
+    monkeypatch.setattr(CausalLMRecipe, "tokenizer", _Templated())
+    chat, prompts = Chat(step_dir, temperature=0, max_new_tokens=4), []
+    generate = chat.model.generate
+
+    def note(ids: Tensor, **options: Any) -> Any:
+        prompts.append(bytes(ids[0].tolist()).decode())
+        assert options["eos_token_id"] == [ord("|")]
+        return generate(ids, **options)
+
+    chat.model.generate = note
+    pieces: list[str] = []
+    first = chat.answer("hi", pieces.append)
+    assert first == "".join(pieces)
+    chat.answer("yo", pieces.append)
+    assert prompts == ["<u>hi|<a>", f"<u>hi|<a>{first}|<u>yo|<a>"]
