@@ -164,7 +164,9 @@ class Source:
         kept = buffers if isinstance(buffers, list) else []
         converted = dtype if merge_into is None else None  # adapters are merged as they were trained
         self.dtypes = {
-            name: DTYPES[converted] if converted and tensor.dtype.is_floating_point and name not in kept else tensor.dtype
+            name: DTYPES[converted]
+            if converted and tensor.dtype.is_floating_point and name not in kept
+            else tensor.dtype
             for name, tensor in self.tensors.items()
         }
         aliases = as_dict(checkpoint.manifest.get("tied")).items()

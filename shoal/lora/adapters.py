@@ -58,9 +58,11 @@ def add_adapters(model: nn.Module, lora: LoraConfig, frozen_dtype: torch.dtype =
     if frozen_dtype != torch.float32:
         replace_parameters(
             model,
-            lambda p: p
-            if p.requires_grad or not p.is_floating_point()
-            else nn.Parameter(p.detach().to(frozen_dtype), requires_grad=False),
+            lambda p: (
+                p
+                if p.requires_grad or not p.is_floating_point()
+                else nn.Parameter(p.detach().to(frozen_dtype), requires_grad=False)
+            ),
         )
 
 

@@ -21,9 +21,10 @@ ADAPTER = "default"
 
 
 class Factor(nn.Linear):
-    """One of the two matrices of an adapter. Called without an input it returns its weight.
+    """One of the two matrices of an adapter. Called without an input it returns a copy of its weight.
 
-    Layouts change what a module sees as its parameters while it computes, so that nobody else may read them.
+    Layouts gather a module's parameters, or replace them by views, only while the module computes; so nobody else may
+    read them, and a copy is what lasts.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, draw: Callable[[Tensor], Any]) -> None:
@@ -36,7 +37,7 @@ class Factor(nn.Linear):
             _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        return self.weight if x is None else super().forward(x)
+        return self.weight.detach().clone() if x is None else super().forward(x)
 
 
 class EmbeddingFactor(nn.ParameterDict):
@@ -59,7 +60,7 @@ class Magnitude(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows))
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self.weight.clone()
 
 
 class AdaptedLayer(nn.Module):

@@ -64,7 +64,9 @@ def config_for_peft(plain_model: Any, lora: LoraConfig, base: str | None, revisi
         names = ends if alike.keys() == find_targets(plain_model, lora).keys() else names
     transposed = any(type(module).__name__ == "Conv1D" for module in plain_model.modules())
     fields = lora.model_dump(exclude=_OWN_KEYS | {"target_modules"}, exclude_none=True)
-    fields = {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in fields.items()}
+    fields = {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in fields.items()
+    }
     try:
         fields["peft_version"] = version("peft")
     except PackageNotFoundError:
@@ -131,4 +133,8 @@ def _is_named(base: str, folder: Path) -> bool:
     """Returns whether a folder with weights is what an adapter calls its base: the same path, the same last name, or
     the cache of that repository."""
     path = Path(base).expanduser()
-    return path.resolve() == folder.resolve() or path.name == folder.name or f"models--{base.replace('/', '--')}" in folder.parts
+    return (
+        path.resolve() == folder.resolve()
+        or path.name == folder.name
+        or f"models--{base.replace('/', '--')}" in folder.parts
+    )

@@ -48,7 +48,9 @@ def _model_card(step_dir: Path, folder: Path, repository: str) -> str:
         head["base_model"] = base
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", "", f"# {repository}", ""]
     trained = "An adapter" if is_adapter else "A model"
-    lines.append(f"{trained} trained by shoal, recipe {as_dict(checkpoint.manifest.get('config')).get('recipe')}, {step} steps.")
+    lines.append(
+        f"{trained} trained by shoal, recipe {as_dict(checkpoint.manifest.get('config')).get('recipe')}, {step} steps."
+    )
     if lora := sections.get("lora"):
         used = {key: value for key, value in lora.items() if value not in (None, {}, [], False)}
         lines += ["", "| lora | |", "| --- | --- |", *(f"| `{key}` | `{value}` |" for key, value in used.items())]

@@ -144,7 +144,10 @@ def test_first_values_depend_on_the_name_alone() -> None:
 
 
 def test_frozen_weights_may_be_kept_in_half_precision() -> None:
-    tree = {"model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"}, "lora": {"target_modules": ["q_proj"]}}
+    tree = {
+        "model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"},
+        "lora": {"target_modules": ["q_proj"]},
+    }
     model = CausalLMRecipe(CausalLMRecipe.Config.model_validate(tree)).build_model()
     dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
@@ -191,7 +194,10 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> Non
         ({"target_modules": ["zzz"]}, "no module of the model matches; it has q_proj, k_proj, v_proj, o_proj"),
         ({"target_modules": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot have an adapter"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, "layers_to_transform leave none of the modules"),
-        ({"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}}, "lora.rank_pattern: 'v_proj' matches no module"),
+        (
+            {"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}},
+            "lora.rank_pattern: 'v_proj' matches no module",
+        ),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}, "no such module; did you mean lm_head"),
         ({"target_modules": ["q_proj"], "bias": "all"}, "lora.bias = all: the model has no such biases"),
         ({"target_modules": ["embed_tokens"], "lora_bias": True}, "lora.lora_bias = true is not for the embedding"),

@@ -136,8 +136,14 @@ def test_adapters_are_merged_for_transformers(root: Path, step_dir: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("base", "the adapter was trained on the base .*base', and this run's base is .*other: .* differs; set model.name"),
-        ("name", "the adapter was trained on the base 'Qwen/Qwen3-0.6B', and this run's base is .*base; set model.name"),
+        (
+            "base",
+            "the adapter was trained on the base .*base', and this run's base is .*other: .* differs; set model.name",
+        ),
+        (
+            "name",
+            "the adapter was trained on the base 'Qwen/Qwen3-0.6B', and this run's base is .*base; set model.name",
+        ),
         ("alpha", "q_proj is scaled by 2, and lora: says 4; set lora.r = 4, lora.lora_alpha = 8"),
         ("rank", "has the weights of another model: .*lora_A"),
         ("kind", "it holds an adapter of kind 'IA3'; give a LoRA"),
@@ -185,7 +191,9 @@ def test_a_trained_model_is_talked_to(root: Path, step_dir: Path) -> None:
     assert result.returncode == 0, result.stderr
     model: Any = shoal.load(step_dir)
     ids = torch.tensor([list(b"the quick")])
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0, pad_token_id=0)[0, ids.shape[1] :]
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
     assert result.stdout == bytes(t for t in expected.tolist() if t).decode(errors="replace") + "\n"
     for arguments, words in (
         ((str(root / "out"), "--prompt", "a" * 64), "the prompt has 64 tokens, and the model takes 64"),

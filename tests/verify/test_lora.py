@@ -21,9 +21,7 @@ DORA = {**ALL_LINEAR, "use_dora": True}
 KINDS = [pytest.param(ALL_LINEAR, id="lora"), pytest.param(DORA, id="dora")]
 
 
-def adapted(
-    tmp_path: Path, lora: dict[str, Any], distributed: dict[str, Any] | None = None, **training: Any
-) -> Run:
+def adapted(tmp_path: Path, lora: dict[str, Any], distributed: dict[str, Any] | None = None, **training: Any) -> Run:
     """Returns a run that trains adapters beside the saved weights of a small Llama."""
     tree = llama(tmp_path, distributed, **training).tree()
     folder = tmp_path.parent / "llama_base"

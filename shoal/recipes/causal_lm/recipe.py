@@ -17,7 +17,6 @@ from shoal.errors import UserError
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import (
     add_adapters,
-    
     is_adapter_tensor,
     magnitude_sources,
     reset_with,
