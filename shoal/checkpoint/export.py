@@ -1,4 +1,4 @@
-"""Export: writes the weights of a checkpoint as a Hugging Face folder, a PEFT folder, a safetensors file or a state dict.
+"""Export: writes the weights of a checkpoint for other programs: transformers, PEFT, safetensors or torch.
 
 An export is written beside its final name, opened again with the library that others will use, compared with the
 checkpoint tensor by tensor, and only then renamed. A checkpoint is not trusted: only built-in recipes are asked to

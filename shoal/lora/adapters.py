@@ -178,14 +178,14 @@ def describe_adapters(model: nn.Module) -> str:
         sum(p.numel() for p in model.parameters()),
     )
     return (
-        f"{'DoRA' if dora else 'LoRA'} on {len(layers)} modules ({kinds}), rank {', '.join(map(str, ranks))}, scaled by "
-        f"{', '.join(alphas)}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+        f"{'DoRA' if dora else 'LoRA'} on {len(layers)} modules ({kinds}), rank {', '.join(map(str, ranks))}, "
+        f"scaled by {', '.join(alphas)}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
     )
 
 
 def _rank(module: Any) -> int:
     if isinstance(module, AdaptedEmbedding):
-        return len(module.lora_embedding_A[ADAPTER])  # type: ignore[index]
+        return len(module.lora_embedding_A[ADAPTER])
     rank: int = module.lora_A[ADAPTER].out_features
     return rank
 
@@ -198,20 +198,21 @@ def merge_adapters(model: nn.Module) -> None:
     """
     for name, module in [*adapted_layers(model)]:
         if isinstance(module, AdaptedEmbedding):
-            first, second = module.lora_embedding_A[ADAPTER], module.lora_embedding_B[ADAPTER]  # type: ignore[index]
-            _add(module.weight, (second @ first).mT * module.scaling)  # type: ignore[arg-type]
+            first, second = module.lora_embedding_A[ADAPTER], module.lora_embedding_B[ADAPTER]
+            weight: Any = module.weight
+            weight.copy_(weight.float() + (second @ first).mT * module.scaling)
             detach(module)
         elif hasattr(module, "dequantise"):
             linear = nn.Linear(*linear_sizes(module), bias=module.bias is not None)
             linear.weight.copy_(_merged_weight(module))
-            if module.bias is not None:
-                linear.bias.copy_(_merged_bias(module))
+            if (bias := _merged_bias(module)) is not None:
+                linear.bias.copy_(bias)
             model.set_submodule(name, linear)
         else:
             merged, bias = _merged_weight(module), _merged_bias(module)
-            module.weight.copy_(merged if hasattr(module, "in_features") else merged.mT)  # type: ignore[operator]
+            module.weight.copy_(merged if hasattr(module, "in_features") else merged.mT)
             if bias is not None:
-                module.bias.copy_(bias)  # type: ignore[operator]
+                module.bias.copy_(bias)
             detach(module)
 
 
@@ -231,12 +232,6 @@ def _merged_bias(module: Any) -> Tensor | None:
     if change is None:
         return None if bias is None else bias.clone()
     if bias is None:
-        raise UserError(
-            "lora.lora_bias = true: a layer without a bias cannot take up the adapter's; export the adapter by --to peft"
-        )
+        raise UserError("lora.lora_bias = true: a layer without a bias cannot take up the adapter's; use --to peft")
     merged: Tensor = bias.float() + change * module.scaling
     return merged
-
-
-def _add(tensor: Tensor, change: Tensor) -> None:
-    tensor.copy_(tensor.float() + change)

@@ -6,19 +6,43 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shoal.config.section import Positive, Section, refuse_if
 
 OTHER_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 """Other spellings of keys, and the names that PEFT has for them."""
 
+REFUSED = {
+    "fan_in_fan_out": "the class of a layer says how its weight is stored",
+    "target_parameters": "adapters are put on modules; name them in target_modules",
+    "trainable_token_indices": "name the embedding in modules_to_save to train all of it",
+    "layer_replication": "layers keep their number",
+    "loftq_config": "adapters do not start from the error of a quantisation",
+    "eva_config": "adapters do not start from data",
+    "corda_config": "adapters do not start from data",
+    "lora_ga_config": "adapters do not start from gradients",
+    "velora_config": "use training.activation_checkpointing to save memory",
+    "kasa_config": "it changes the base",
+    "monteclora_config": "it samples adapters",
+    "arrow_config": "it is for several adapters",
+    "alora_invocation_tokens": "an adapter is in force for all tokens",
+    "use_qalora": "it is for weights quantised by GPTQ",
+    "qalora_group_size": "it is for weights quantised by GPTQ",
+    "use_bdlora": "adapters are not block-diagonal",
+    "megatron_config": "the model is not Megatron's",
+    "megatron_core": "the model is not Megatron's",
+    "runtime_config": "distributed.fsdp.cpu_offload moves weights to the host",
+    "peft_type": "it is always LORA",
+    "auto_mapping": "PEFT writes it",
+    "peft_version": "PEFT writes it",
+    "base_model_name_or_path": "model.name names the base",
+    "revision": "model.revision names the base's",
+    "inference_mode": "a run trains",
+}
+"""The fields of PEFT's that are refused unless they are null, false or empty, each with the reason."""
+
 _BY_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq", "lora_ga", "orthogonal")
-
-
-def _not_supported(reason: str) -> Any:
-    """Returns the type of a key of PEFT's that may only be left out, null or empty."""
-    return Annotated[Any, refuse_if(bool, f"is not supported: {reason}; leave it out")]
 
 
 def _draws_alone(value: Any) -> bool:
@@ -46,9 +70,9 @@ class LoraConfig(Section):
     layers_pattern: list[str] | str | None = None
     """With `layers_to_transform`: the name of the list of layers, such as `layers`. Default: the first number in a
     module's name counts."""
-    rank_pattern: dict[str, Positive] = {}
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Other ranks for some modules, by the end of a name or a regular expression for it."""
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Other values of `lora_alpha` for some modules, in the same form."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
@@ -78,56 +102,63 @@ class LoraConfig(Section):
     """The same as `lora_alpha`."""
     dropout: Any = None
     """The same as `lora_dropout`."""
-    fan_in_fan_out: _not_supported("the class of a layer says how its weight is stored") = None
+    fan_in_fan_out: Any = None
     """Refused: the class of a layer says how its weight is stored."""
-    target_parameters: _not_supported("adapters are put on modules; name them in target_modules") = None
-    """Refused: adapters are put on modules."""
-    trainable_token_indices: _not_supported("name the embedding in modules_to_save to train all of it") = None
-    """Refused."""
-    layer_replication: _not_supported("layers keep their number") = None
-    """Refused."""
-    loftq_config: _not_supported("adapters do not start from the error of a quantisation") = None
-    """Refused."""
-    eva_config: _not_supported("adapters do not start from data") = None
-    """Refused."""
-    corda_config: _not_supported("adapters do not start from data") = None
-    """Refused."""
-    lora_ga_config: _not_supported("adapters do not start from gradients") = None
-    """Refused."""
-    velora_config: _not_supported("use training.activation_checkpointing to save memory") = None
-    """Refused."""
-    kasa_config: _not_supported("it changes the base") = None
-    """Refused."""
-    monteclora_config: _not_supported("it samples adapters") = None
-    """Refused."""
-    arrow_config: _not_supported("it is for several adapters") = None
-    """Refused."""
-    alora_invocation_tokens: _not_supported("an adapter is in force for all tokens") = None
-    """Refused."""
-    use_qalora: _not_supported("it is for weights quantised by GPTQ") = None
-    """Refused."""
-    qalora_group_size: _not_supported("it is for weights quantised by GPTQ") = None
-    """Refused."""
-    use_bdlora: _not_supported("adapters are not block-diagonal") = None
-    """Refused."""
-    megatron_config: _not_supported("the model is not Megatron's") = None
-    """Refused."""
-    megatron_core: _not_supported("the model is not Megatron's") = None
-    """Refused."""
-    runtime_config: _not_supported("distributed.fsdp.cpu_offload moves weights to the host") = None
-    """Refused."""
-    peft_type: _not_supported("it is always LORA") = None
-    """Refused."""
-    auto_mapping: _not_supported("PEFT writes it") = None
-    """Refused."""
-    peft_version: _not_supported("PEFT writes it") = None
-    """Refused."""
-    base_model_name_or_path: _not_supported("model.name names the base") = None
-    """Refused."""
-    revision: _not_supported("model.revision names the base's") = None
-    """Refused."""
-    inference_mode: _not_supported("a run trains") = None
-    """Refused."""
+    target_parameters: Any = None
+    """Refused: adapters are put on modules; name them in target_modules."""
+    trainable_token_indices: Any = None
+    """Refused: name the embedding in modules_to_save to train all of it."""
+    layer_replication: Any = None
+    """Refused: layers keep their number."""
+    loftq_config: Any = None
+    """Refused: adapters do not start from the error of a quantisation."""
+    eva_config: Any = None
+    """Refused: adapters do not start from data."""
+    corda_config: Any = None
+    """Refused: adapters do not start from data."""
+    lora_ga_config: Any = None
+    """Refused: adapters do not start from gradients."""
+    velora_config: Any = None
+    """Refused: use training.activation_checkpointing to save memory."""
+    kasa_config: Any = None
+    """Refused: it changes the base."""
+    monteclora_config: Any = None
+    """Refused: it samples adapters."""
+    arrow_config: Any = None
+    """Refused: it is for several adapters."""
+    alora_invocation_tokens: Any = None
+    """Refused: an adapter is in force for all tokens."""
+    use_qalora: Any = None
+    """Refused: it is for weights quantised by GPTQ."""
+    qalora_group_size: Any = None
+    """Refused: it is for weights quantised by GPTQ."""
+    use_bdlora: Any = None
+    """Refused: adapters are not block-diagonal."""
+    megatron_config: Any = None
+    """Refused: the model is not Megatron's."""
+    megatron_core: Any = None
+    """Refused: the model is not Megatron's."""
+    runtime_config: Any = None
+    """Refused: distributed.fsdp.cpu_offload moves weights to the host."""
+    peft_type: Any = None
+    """Refused: it is always LORA."""
+    auto_mapping: Any = None
+    """Refused: PEFT writes it."""
+    peft_version: Any = None
+    """Refused: PEFT writes it."""
+    base_model_name_or_path: Any = None
+    """Refused: model.name names the base."""
+    revision: Any = None
+    """Refused: model.revision names the base's."""
+    inference_mode: Any = None
+    """Refused: a run trains."""
+
+    @field_validator(*REFUSED, mode="before")
+    @classmethod
+    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
+        if value:
+            raise ValueError(f"is not supported: {REFUSED[str(info.field_name)]}; leave it out")
+        return None
 
     @model_validator(mode="before")
     @classmethod

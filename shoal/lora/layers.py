@@ -67,6 +67,12 @@ class AdaptedLayer(nn.Module):
     """The common part of layers with an adapter."""
 
     scaling: float
+    lora_dropout: Any
+    lora_A: Any
+    lora_B: Any
+    lora_magnitude_vector: Any
+    lora_embedding_A: Any
+    lora_embedding_B: Any
 
 
 class AdaptedLinear(AdaptedLayer):
@@ -77,20 +83,20 @@ class AdaptedLinear(AdaptedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x)
-        first, second = self.lora_A[ADAPTER], self.lora_B[ADAPTER]  # type: ignore[index]
-        dropped = self.lora_dropout[ADAPTER](x)  # type: ignore[index]
+        first, second = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
+        dropped = self.lora_dropout[ADAPTER](x)
         # Autocast casts by itself; to widen the input first would only cost time.
         inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
         update = second(first(inputs))
         if not self.lora_magnitude_vector:
             return torch.add(result, update, alpha=self.scaling).to(result.dtype)
-        # DoRA: m / ‖W + scaling · BA‖ · (W + scaling · BA) x, and the bias. Where x is dropped, PEFT drops the inputs of
-        # the base in the part that DoRA adds.
+        # DoRA: m / ‖W + scaling · BA‖ · (W + scaling · BA) x, and the bias. In what it adds to the base's output, PEFT
+        # also drops inputs of the base.
         bias = getattr(self, "bias", None)
         base = result if dropped is x else super().forward(dropped)
         if bias is not None:
             base = base - bias
-        factor = self.lora_magnitude_vector[ADAPTER]() / self._row_lengths(first(), second())  # type: ignore[index]
+        factor = self.lora_magnitude_vector[ADAPTER]() / self._row_lengths(first(), second())
         return (result + (factor - 1) * base + factor * update * self.scaling).to(result.dtype)
 
     @torch.no_grad()
@@ -109,7 +115,7 @@ class AdaptedEmbedding(AdaptedLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         result: Tensor = super().forward(tokens)
-        first, second = self.lora_embedding_A[ADAPTER], self.lora_embedding_B[ADAPTER]  # type: ignore[index]
+        first, second = self.lora_embedding_A[ADAPTER], self.lora_embedding_B[ADAPTER]
         update = F.embedding(tokens, first.mT, getattr(self, "padding_idx", None)) @ second.mT
         scale = getattr(self, "embed_scale", 1.0)  # Gemma's embedding multiplies what it finds
         return torch.add(result, update * scale, alpha=self.scaling).to(result.dtype)
@@ -143,14 +149,14 @@ def add_to_embedding(module: nn.Embedding, rank: int, scaling: float) -> None:
     )
 
 
-def _attach(module: nn.Module, kind: type[AdaptedLayer], scaling: float, **parts: nn.Module) -> None:
-    module.__class__ = _adapted_class(type(module), kind)
+def _attach(module: Any, kind: type[AdaptedLayer], scaling: float, **parts: nn.Module) -> None:
+    module.__class__ = _adapted_class(type(module), kind)  # type: ignore[arg-type]  # mypy on hashing a type
     module.scaling = scaling
     for name, part in parts.items():
         module.add_module(name, part.train(module.training))
 
 
-def detach(module: nn.Module) -> None:
+def detach(module: Any) -> None:
     """Takes the adapter off a layer, which then is what it was before."""
     for name in [name for name, _ in module.named_children() if name.startswith("lora_")]:
         delattr(module, name)
@@ -159,7 +165,7 @@ def detach(module: nn.Module) -> None:
 
 
 @cache
-def _adapted_class(kind: type[nn.Module], adapted: type[AdaptedLayer]) -> type[nn.Module]:
+def _adapted_class(kind: Any, adapted: Any) -> Any:
     """Returns the class of a layer with an adapter; one for each class, so that torch.compile shares graphs."""
     return type(f"Lora{kind.__name__}", (adapted, kind), {})
 

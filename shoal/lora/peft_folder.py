@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,8 @@ def config_for_peft(plain_model: Any, lora: LoraConfig, base: str | None, revisi
     fields = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in fields.items()
     }
-    try:
+    with suppress(PackageNotFoundError):
         fields["peft_version"] = version("peft")
-    except PackageNotFoundError:
-        pass
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,

@@ -69,8 +69,8 @@ def target_names(model: Any, lora: LoraConfig) -> list[str] | str:
     kind = model.config.get_text_config().model_type
     if kind not in by_kind:
         raise UserError(f"lora.target_modules = 'auto': PEFT names no modules for a {kind}; name some, or all-linear")
-    chosen: list[str] | str = by_kind[kind]
-    return chosen
+    chosen: Any = by_kind[kind]
+    return chosen if isinstance(chosen, str) else list(chosen)
 
 
 def modules_to_save(model: nn.Module, lora: LoraConfig) -> list[str]:

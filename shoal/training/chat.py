@@ -36,7 +36,7 @@ class Chat:
         self.model: Any = load(folder, device=device)
         self.tokenizer = self.recipe.tokenizer
         self.has_template = getattr(self.tokenizer, "template", None) is not None
-        self._options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         self._options |= {"temperature": temperature} if temperature else {}
         self._messages: list[dict[str, str]] = []
         self._ends = self._end_tokens()

@@ -22,8 +22,8 @@ def check_push(repository: str, to: str) -> None:
     with hub(_KEY, repository, "huggingface_hub", local=False) as library:
         if library.constants.HF_HUB_OFFLINE:
             raise UserError(
-                f"{_KEY} {repository}: the Hugging Face Hub cannot be reached; export without it, and upload the folder "
-                "elsewhere by `hf upload`"
+                f"{_KEY} {repository}: the Hugging Face Hub cannot be reached; export without it, and upload the "
+                "folder elsewhere by `hf upload`"
             )
         library.utils.validate_repo_id(repository)
 

@@ -1,4 +1,4 @@
-"""Adapters: PEFT's rules, names, forward and gradients; the section `lora:`; first values that depend on names alone."""
+"""Adapters: PEFT's rules, names, forward and gradients; the section `lora:`; first values by name."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_targets_that_do_not_fit_are_refused(keys: dict[str, Any], words: str) -
 def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:
     config = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
     keys = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    with pytest.raises(UserError, match="lm_head is tied to model.embed_tokens, .* lora.ensure_weight_tying: true"):
+    with pytest.raises(UserError, match=r"lm_head is tied to model.embed_tokens, .* lora.ensure_weight_tying: true"):
         add_adapters(transformers.LlamaForCausalLM(config), LoraConfig(**keys))
     model = transformers.LlamaForCausalLM(config)
     add_adapters(model, LoraConfig(**keys, ensure_weight_tying=True))
@@ -220,5 +220,5 @@ def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:
 
 def test_a_type_for_frozen_weights_needs_some() -> None:
     tree = {"recipe": "causal_lm", "model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"}}
-    with pytest.raises(UserError, match="model.dtype = bf16: it is the type of frozen weights"):
+    with pytest.raises(UserError, match=r"model.dtype = bf16: it is the type of frozen weights"):
         check_run({**tree, "training": {"max_steps": 1}})

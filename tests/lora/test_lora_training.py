@@ -1,4 +1,4 @@
-"""Runs with adapters and what else a run may have: recomputation, chunked loss, compilation, resuming, best checkpoints."""
+"""Runs with adapters: recomputation, chunked loss, compilation, resuming, the best checkpoints."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_best_checkpoints_of_a_run_are_kept(root: Path, base: Path) -> None:
 
 def test_fp8_is_refused(root: Path, base: Path) -> None:
     with pytest.raises(
-        UserError, match="training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16"
+        UserError, match=r"training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16"
     ):
         train(check_run(tree_for(root, base, LORA, "fp8", mixed_precision="fp8")))
 

@@ -119,7 +119,7 @@ class TensorParallel:
                 view_parameters(module, local, hidden=("bias",))
                 add_layer(module, self._leaving)
                 if hasattr(module, "sum_over_inputs"):  # a layer that needs whole rows of its weight, such as DoRA's
-                    module.sum_over_inputs = self._sum
+                    module.sum_over_inputs = self._sum  # type: ignore[assignment]
                 if module._parameters.get("bias") is not None:  # added once, after the sum over ranks
                     add_layer(module, lambda forward, *args: forward(*args) + self._shared(module._parameters["bias"]))
             case "vocabulary" if isinstance(module, nn.Embedding):

@@ -57,8 +57,8 @@ def check_lora(model: CausalLMConfig, lora: Any) -> None:
     """Raises UserError for keys of `model:` and `lora:` that do not fit together."""
     if lora is None and model.dtype is not None:
         raise UserError(
-            f"model.dtype = {model.dtype}: it is the type of frozen weights, and without lora: all weights are trained, "
-            "in fp32; use training.mixed_precision, or leave it out"
+            f"model.dtype = {model.dtype}: it is the type of frozen weights, and without lora: all weights are "
+            "trained, in fp32; use training.mixed_precision, or leave it out"
         )
     if lora is not None and lora.use_dora and model.name is None:
         raise UserError(

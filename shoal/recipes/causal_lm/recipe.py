@@ -206,8 +206,8 @@ class CausalLMRecipe(TextRecipe):
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
             raise UserError(
-                f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which would "
-                "add it on every rank; leave one of them out"
+                f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which "
+                "would add it on every rank; leave one of them out"
             )
         if self._config_without_weights is None:
             return
