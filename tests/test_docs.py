@@ -28,9 +28,9 @@ from shoal.config.schema import Config, LoaderConfig
 from shoal.config.schema_optimizers import Imported, ImportedOptimizer
 from shoal.config.yaml import format_value
 from shoal.data import TextDataset
+from shoal.lora import LoraConfig
 from shoal.models.bdh import BDHConfig
 from shoal.recipes import Recipe
-from shoal.lora import LoraConfig
 from shoal.recipes.causal_lm import CausalLMConfig
 from shoal.training import train
 

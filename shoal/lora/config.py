@@ -70,9 +70,9 @@ class LoraConfig(Section):
     layers_pattern: list[str] | str | None = None
     """With `layers_to_transform`: the name of the list of layers, such as `layers`. Default: the first number in a
     module's name counts."""
-    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    rank_pattern: dict[str, Positive] | None = None
     """Other ranks for some modules, by the end of a name or a regular expression for it."""
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
     """Other values of `lora_alpha` for some modules, in the same form."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(r)` instead (rank-stabilised LoRA)."""
@@ -96,61 +96,61 @@ class LoraConfig(Section):
     """What PEFT calls this kind of model."""
     lora_plus_ratio: Annotated[float, Field(gt=0)] = 1.0
     """LoRA+: the learning rate of each adapter's second matrix, as a multiple of `training.learning_rate`."""
-    rank: Any = None
+    rank: Positive | None = None
     """The same as `r`."""
-    alpha: Any = None
+    alpha: float | None = None
     """The same as `lora_alpha`."""
-    dropout: Any = None
+    dropout: float | None = None
     """The same as `lora_dropout`."""
-    fan_in_fan_out: Any = None
+    fan_in_fan_out: None = None
     """Refused: the class of a layer says how its weight is stored."""
-    target_parameters: Any = None
+    target_parameters: None = None
     """Refused: adapters are put on modules; name them in target_modules."""
-    trainable_token_indices: Any = None
+    trainable_token_indices: None = None
     """Refused: name the embedding in modules_to_save to train all of it."""
-    layer_replication: Any = None
+    layer_replication: None = None
     """Refused: layers keep their number."""
-    loftq_config: Any = None
+    loftq_config: None = None
     """Refused: adapters do not start from the error of a quantisation."""
-    eva_config: Any = None
+    eva_config: None = None
     """Refused: adapters do not start from data."""
-    corda_config: Any = None
+    corda_config: None = None
     """Refused: adapters do not start from data."""
-    lora_ga_config: Any = None
+    lora_ga_config: None = None
     """Refused: adapters do not start from gradients."""
-    velora_config: Any = None
+    velora_config: None = None
     """Refused: use training.activation_checkpointing to save memory."""
-    kasa_config: Any = None
+    kasa_config: None = None
     """Refused: it changes the base."""
-    monteclora_config: Any = None
+    monteclora_config: None = None
     """Refused: it samples adapters."""
-    arrow_config: Any = None
+    arrow_config: None = None
     """Refused: it is for several adapters."""
-    alora_invocation_tokens: Any = None
+    alora_invocation_tokens: None = None
     """Refused: an adapter is in force for all tokens."""
-    use_qalora: Any = None
+    use_qalora: None = None
     """Refused: it is for weights quantised by GPTQ."""
-    qalora_group_size: Any = None
+    qalora_group_size: None = None
     """Refused: it is for weights quantised by GPTQ."""
-    use_bdlora: Any = None
+    use_bdlora: None = None
     """Refused: adapters are not block-diagonal."""
-    megatron_config: Any = None
+    megatron_config: None = None
     """Refused: the model is not Megatron's."""
-    megatron_core: Any = None
+    megatron_core: None = None
     """Refused: the model is not Megatron's."""
-    runtime_config: Any = None
+    runtime_config: None = None
     """Refused: distributed.fsdp.cpu_offload moves weights to the host."""
-    peft_type: Any = None
+    peft_type: None = None
     """Refused: it is always LORA."""
-    auto_mapping: Any = None
+    auto_mapping: None = None
     """Refused: PEFT writes it."""
-    peft_version: Any = None
+    peft_version: None = None
     """Refused: PEFT writes it."""
-    base_model_name_or_path: Any = None
+    base_model_name_or_path: None = None
     """Refused: model.name names the base."""
-    revision: Any = None
+    revision: None = None
     """Refused: model.revision names the base's."""
-    inference_mode: Any = None
+    inference_mode: None = None
     """Refused: a run trains."""
 
     @field_validator(*REFUSED, mode="before")

@@ -42,7 +42,7 @@ def find_targets(model: Any, lora: LoraConfig) -> dict[str, Target]:
             key = "use_dora" if lora.use_dora else "lora_bias"
             raise UserError(f"lora.{key} = true is not for the embedding {name}; take it out of lora.target_modules")
     for key, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        for part in pattern:
+        for part in pattern or ():
             if not any(_ends_with(part, name) for name in names):
                 raise UserError(f"lora.{key}: {part!r} matches no module with an adapter; they are {_some(names)}")
     return {
@@ -114,14 +114,14 @@ def _ends_with(pattern: str, name: str) -> bool:
     return bool(re.match(rf"(.*\.)?({pattern})$", name))
 
 
-def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    return next((value for part, value in pattern.items() if _ends_with(part, name)), default)
+def _by_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    return next((value for part, value in (pattern or {}).items() if _ends_with(part, name)), default)
 
 
 def scale_by_pattern(config: Mapping[str, Any], name: str) -> float:
     """Returns what PEFT multiplies a module's adapter by, from the content of its adapter_config.json."""
-    rank = _by_pattern(config.get("rank_pattern") or {}, name, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha", 8))
+    rank = _by_pattern(config.get("rank_pattern"), name, config.get("r", 8))
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     return float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import call_shoal
+from conftest import PATIENCE_SECONDS, call_shoal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -240,3 +242,25 @@ def test_a_conversation_follows_its_template(step_dir: Path, monkeypatch: pytest
     assert first == "".join(pieces)
     chat.answer("yo", pieces.append)
     assert prompts == ["<u>hi|<a>", f"<u>hi|<a>{first}|<u>yo|<a>"]
+
+
+FRESH = """
+import sys, torch, transformers
+from peft import AutoPeftModelForCausalLM
+
+adapter, merged, out = sys.argv[1:]
+tokens = torch.arange(12)[None]
+opened = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
+plain = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+with torch.no_grad():
+    torch.save([model(input_ids=tokens).logits for model in (opened, plain)], out)
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_with_peft_alone_gives_the_same_logits(root: Path, step_dir: Path, adapter: Path) -> None:
+    export(step_dir, root / "for_fresh", "hf", merge_into="original")
+    arguments = [str(adapter), str(root / "for_fresh"), str(root / "logits.pt")]
+    subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, timeout=PATIENCE_SECONDS, cwd=root)
+    for found in torch.load(root / "logits.pt", weights_only=True):
+        torch.testing.assert_close(found, logits(shoal.load(step_dir)), rtol=1e-4, atol=1e-5)

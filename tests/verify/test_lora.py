@@ -81,3 +81,15 @@ def test_zero(tmp_path: Path, pool2: Pool, lora: dict[str, Any]) -> None:
     run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
     for verdict in prove(run, 2, ["zero_1", "zero_2", "zero_3"], runner=runner_on(pool2)):
         assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+def test_a_stage_without_adapters_and_modules_that_are_trained_whole(tmp_path: Path, pool2: Pool) -> None:
+    lora = {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [3]}
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["pp", "pp_zbv"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict) == {}, verdict.layout
+    lora = {"r": 2, "target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head"]}
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["tp", "fsdp"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict).keys() <= {"parameter bytes", "matmul FLOPs"}, verdict.layout
