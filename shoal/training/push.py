@@ -9,7 +9,7 @@ from typing import Any
 from shoal.checkpoint.export import recipe_sections
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.data.hub import hub
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.lora.peft_folder import is_adapter_folder
 
 _KEY = "--push"
@@ -31,10 +31,17 @@ def check_push(repository: str, to: str) -> None:
 def push_folder(step_dir: Path, folder: Path, repository: str) -> str:
     """Writes a model card into an exported folder, uploads it, and returns its address."""
     (folder / "README.md").write_text(_model_card(step_dir, folder, repository), encoding="utf-8")
-    with hub(_KEY, repository, "huggingface_hub", local=True) as library:
-        api = library.HfApi()
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Exported by shoal"))
+    except Exception as error:  # the library raises many kinds, for tokens, names and networks
+        raise UserError(
+            f"{_KEY} {repository}: the upload failed: {one_line(error)}; the export is in {folder}, and `hf upload` "
+            "sends it later"
+        ) from error
 
 
 def _model_card(step_dir: Path, folder: Path, repository: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lora.test_lora_run import LORA, save_base, tree_for
 from shoal.config import check_run
+from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.training import train
 
@@ -98,10 +99,9 @@ def test_the_best_checkpoints_of_a_run_are_kept(root: Path, base: Path) -> None:
 
 
 def test_fp8_is_refused(root: Path, base: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16"
-    ):
-        train(check_run(tree_for(root, base, LORA, "fp8", mixed_precision="fp8")))
+    run = check_run(tree_for(root, base, LORA, "fp8", mixed_precision="fp8"))
+    with pytest.raises(UserError, match=r"mixed_precision = fp8 replaces the layers that lora: adapts; use bf16"):
+        check_layout(run.config, run.make_recipe(), 1, 1)
 
 
 def test_targets_are_refused_before_the_text_is_prepared(root: Path, base: Path, tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ class Hub(BaseHTTPRequestHandler):
         self._answer({"id": "me/adapter", "sha": "0" * 40, "siblings": []})
 
     def do_POST(self) -> None:
+        if "refused" in self.path:
+            self.send_error(403, "no right to write")
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.requests.append(self.path)
         if self.path.endswith("/preupload/main"):
@@ -45,9 +48,9 @@ class Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self._answer({"commitUrl": "https://hub/me/adapter/commit/0", "commitOid": "0" * 40, "success": True})
+            self._answer({"commitUrl": "https://huggingface.co/me/adapter/commit/0", "commitOid": "0" * 40, "success": True})
         else:
-            self._answer({"url": "https://hub/me/adapter", "name": "me/adapter", "id": "me/adapter"})
+            self._answer({"url": "https://huggingface.co/me/adapter", "name": "me/adapter", "id": "me/adapter"})
 
     def _answer(self, content: dict[str, Any]) -> None:
         text = json.dumps(content).encode()
@@ -84,7 +87,7 @@ def test_an_adapter_is_uploaded_with_a_model_card(tmp_path: Path, fake_hub: type
     step_dir, out = tmp_path / "out" / "checkpoints" / "step_00000001", tmp_path / "adapter"
     check_push("me/adapter", "peft")
     export(step_dir, out, "peft")
-    assert push_folder(step_dir, out, "me/adapter").startswith("https://hub/me/adapter")
+    assert push_folder(step_dir, out, "me/adapter").startswith("https://huggingface.co/me/adapter")
     assert "/api/repos/create" in fake_hub.requests
     assert fake_hub.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert fake_hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
@@ -93,6 +96,8 @@ def test_an_adapter_is_uploaded_with_a_model_card(tmp_path: Path, fake_hub: type
     assert "base_model" not in card  # a folder of this machine
     assert 'AutoPeftModelForCausalLM.from_pretrained("me/adapter")' in card
     assert "| `r` | `4` |" in card
+    with pytest.raises(UserError, match=r"--push me/refused: the upload failed: .*; the export is in"):
+        push_folder(step_dir, out, "me/refused")
 
 
 def test_without_the_hub_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
