@@ -108,7 +108,7 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
     files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
     if not files:
         raise UserError(
-            f"{KEY} = {str(place)!r} is not a checkpoint and has neither model.safetensors nor an adapter; give the "
+            f"{KEY} = {str(place)!r} is not a checkpoint and has no model.safetensors and no adapter; give the "
             "weight file itself"
         )
     return {name: tensor for file in files for name, tensor in _read_file(file).items()}, {}

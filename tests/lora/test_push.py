@@ -48,7 +48,8 @@ class Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self._answer({"commitUrl": "https://huggingface.co/me/adapter/commit/0", "commitOid": "0" * 40, "success": True})
+            url = "https://huggingface.co/me/adapter/commit/0"
+            self._answer({"commitUrl": url, "commitOid": "0" * 40, "success": True})
         else:
             self._answer({"url": "https://huggingface.co/me/adapter", "name": "me/adapter", "id": "me/adapter"})
 
