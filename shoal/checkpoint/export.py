@@ -31,7 +31,7 @@ from shoal.checkpoint.pieces import StoredTensor, dtype_in_files, write_safetens
 from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, as_user_error, one_line
-from shoal.lora.adapters import has_adapters, merge_adapters, remove_adapters
+from shoal.lora.adapters import has_adapters, is_adapter_tensor, merge_adapters, remove_adapters
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
 from shoal.seeding import GeneratorsKept
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
@@ -233,7 +233,7 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     tokens = _some_tokens(model)
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
-        merged = _merge(model, source) if has_adapters(model) else None
+        merged = _merge(model, source.dtype or recipe.config.model.dtype) if has_adapters(model) else None
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         attention, dtype = model.config._attn_implementation, model.dtype
         del model  # frees its memory before the exported model is loaded
@@ -254,15 +254,15 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     return (f"its logits equal those of the checkpoint's model {how}", *notes)
 
 
-def _merge(model: Any, source: Source) -> dict[str, Tensor]:
-    """Merges adapters into a model, in float32, and returns its tensors in the dtype of the export.
+def _merge(model: Any, dtype: str | None) -> dict[str, Tensor]:
+    """Merges adapters into a model, converts all parameters to one dtype, and returns its tensors.
 
-    `source.merge_into` makes no difference to weights that are not quantised.
+    `--merge-into` makes no difference to weights that are not quantised.
     """
+    model.float()
     merge_adapters(model)
-    if source.dtype is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[source.dtype])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype or "fp32"])
     return dict(model.state_dict())
 
 
@@ -276,9 +276,9 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
     except ImportError:
         raise UserError("--to peft: the package peft is missing; run `pip install shoal[hf]`") from None
     model = build_model(recipe, source)
-    tokens = _some_tokens(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    tensors = {name_in_folder(model, name): source.read(name) for name in trained}
+    tokens, dtype = _some_tokens(model), model.dtype
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    tensors = {name_in_folder(model, name): tensor for name, tensor in trained.items()}
     source.num_written = len(tensors)
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
@@ -289,12 +289,12 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         notes = _write_tokenizer(transformers, recipe, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a base without a name, and about tied weights
-            reloaded = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+            reloaded = peft.PeftModel.from_pretrained(model, str(folder))
         found = peft.get_peft_model_state_dict(reloaded, save_embedding_layers=False)
         if (differs := _first_difference(tensors, found)) is not None:
             raise UserError(f"{differs} is another tensor when PEFT has read it; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    how = _compare_logits(logits, expected_logits, next(iter(tensors.values())).dtype)
+    how = _compare_logits(logits, expected_logits, dtype)
     return (f"opened by PEFT, its logits equal those of the checkpoint's model {how}", *notes)
 
 
@@ -385,6 +385,11 @@ def build_model(recipe: Any, source: Source, advice: str = "its config was alter
         for buffer in model.buffers():
             if id(buffer) in first_names:
                 buffer.copy_(source.read(first_names[id(buffer)]))
+    if (kept := getattr(getattr(recipe.config, "model", None), "dtype", None)) and has_adapters(model):
+        # Without autocast whole modules that are trained beside a base in half precision must have its dtype, too.
+        for name, parameter in model.named_parameters():
+            if not is_adapter_tensor(name):
+                parameter.data = parameter.data.to(DTYPES[kept])
     return model.eval()
 
 

@@ -104,13 +104,15 @@ def check_adapter(
 
     `base_digests` are those of the model's frozen tensors, by name; `base_folders` are where these were read.
     """
-    with as_user_error(f"{where}: {CONFIG} cannot be read", OSError, ValueError):
-        config = json.loads(read_json_text(folder / CONFIG, follow_links=True))
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise UserError(f"{where}: it holds an adapter of kind {kind!r}; give a LoRA")
-    digests = json.loads((open_safetensors(folder / TENSORS).metadata() or {}).get(_DIGESTS, "{}"))
-    base = config.get("base_model_name_or_path")
+    layers = dict(adapted_layers(model))
+    # The files are not trusted: what they say may be of any type.
+    with as_user_error(f"{where}: it is damaged", OSError, ValueError, LookupError, TypeError, AttributeError):
+        config = dict(json.loads(read_json_text(folder / CONFIG, follow_links=True)))
+        digests = dict(json.loads((open_safetensors(folder / TENSORS).metadata() or {}).get(_DIGESTS, "{}")))
+        base = str(config.get("base_model_name_or_path") or "")
+        scalings = {name: scale_by_pattern(config, name) for name in layers}
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: it holds an adapter of kind {config.get('peft_type')!r:.100}; give a LoRA")
     differing = [name for name, digest in digests.items() if base_digests.get(name, digest) != digest]
     if differing or (not digests and base and base_folders and not any(_is_named(base, f) for f in base_folders)):
         why = f": {min(differing)} differs" if differing else ""
@@ -118,8 +120,8 @@ def check_adapter(
             f"{where}: the adapter was trained on the base {base!r}, and this run's base is "
             f"{', '.join(map(str, sorted(base_folders)))}{why}; set model.name to the adapter's base"
         )
-    for name, module in adapted_layers(model):
-        scaling = scale_by_pattern(config, name)
+    for name, module in layers.items():
+        scaling = scalings[name]
         if abs(scaling - module.scaling) > 1e-6 * abs(scaling):
             raise UserError(
                 f"{where}: its adapter of {name} is scaled by {scaling:g}, and lora: says {module.scaling:g}; set "

@@ -174,6 +174,16 @@ def test_an_adapter_that_does_not_fit_is_refused(
         train(check_run({**tree, "checkpoint": {"init_from": str(folder)}}))
 
 
+def test_a_base_in_half_precision(root: Path, base: Path) -> None:
+    tree = tree_for(root, base, {**LORA, "modules_to_save": ["lm_head"]}, out="half_base", mixed_precision="bf16")
+    tree["model"]["dtype"] = "bf16"
+    train(check_run(tree))
+    step = root / "half_base" / "checkpoints" / "step_00000004"
+    assert "opened by PEFT" in export(step, root / "half_adapter", "peft")["notes"][1]
+    export(step, root / "half_merged", "hf")
+    assert {t.dtype for t in load_file(root / "half_merged" / "model.safetensors").values()} == {torch.bfloat16}
+
+
 def test_what_cannot_be_exported_is_said(root: Path, step_dir: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (("--to", "peft", "--merge-into", "original"), "--merge-into original is for --to hf"),
