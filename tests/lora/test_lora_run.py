@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoal
+from lora.fake_hub import Hub
 from shoal.checkpoint.export import export
 from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.training import train
+from shoal.training.push import check_push, push_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +56,7 @@ def tree_for(root: Path, base: Path, lora: dict[str, Any], out: str = "out", **t
             "name": "text",
             "files": str(text),
             "seq_length": 16,
+            "eval_fraction": 0.0,
             "tokenizer": "bytes",
             "cache_dir": str(root / "cache"),
         },
@@ -147,8 +150,8 @@ def test_adapters_are_merged_for_transformers(root: Path, step_dir: Path) -> Non
             "the adapter was trained on the base 'Qwen/Qwen3-0.6B', and this run's base is .*base; set model.name",
         ),
         ("alpha", "q_proj is scaled by 2, and lora: says 4; set lora.r = 4, lora.lora_alpha = 8"),
-        ("rank", "has the weights of another model: .*lora_A"),
-        ("kind", "it holds an adapter of kind 'IA3'; give a LoRA"),
+        pytest.param("rank", "has the weights of another model: .*lora_A", marks=pytest.mark.slow),
+        pytest.param("kind", "it holds an adapter of kind 'IA3'; give a LoRA", marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -174,6 +177,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         train(check_run({**tree, "checkpoint": {"init_from": str(folder)}}))
 
 
+@pytest.mark.slow
 def test_a_base_in_half_precision(root: Path, base: Path) -> None:
     tree = tree_for(root, base, {**LORA, "modules_to_save": ["lm_head"]}, out="half_base", mixed_precision="bf16")
     tree["model"]["dtype"] = "bf16"
@@ -252,6 +256,33 @@ def test_a_conversation_follows_its_template(step_dir: Path, monkeypatch: pytest
     assert first == "".join(pieces)
     chat.answer("yo", pieces.append)
     assert prompts == ["<u>hi|<a>", f"<u>hi|<a>{first}|<u>yo|<a>"]
+
+
+def test_an_adapter_is_uploaded_with_a_model_card(
+    step_dir: Path, adapter: Path, tmp_path: Path, fake_hub: type[Hub]
+) -> None:
+    out = shutil.copytree(adapter, tmp_path / "adapter")
+    check_push("me/adapter", "peft")
+    assert push_folder(step_dir, out, "me/adapter").startswith("https://huggingface.co/me/adapter")
+    assert "/api/repos/create" in fake_hub.requests
+    assert fake_hub.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert fake_hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    card = fake_hub.files["README.md"].decode()
+    assert 'library_name: "peft"' in card
+    assert "base_model" not in card  # a folder of this machine
+    assert 'AutoPeftModelForCausalLM.from_pretrained("me/adapter")' in card
+    assert "| `r` | `4` |" in card
+    with pytest.raises(UserError, match=r"--push me/refused: the upload failed: .*; the export is in"):
+        push_folder(step_dir, out, "me/refused")
+
+
+def test_without_the_hub_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"--push me/model: the Hugging Face Hub cannot be reached; export without it"):
+        check_push("me/model", "hf")
+    with pytest.raises(UserError, match=r"--push me/model: --to torch writes a file"):
+        check_push("me/model", "torch")
 
 
 FRESH = """

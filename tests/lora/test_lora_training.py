@@ -49,7 +49,7 @@ def weights(folder: Path, step: int) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_recomputed_blocks_train_all_adapters(root: Path, base: Path, mode: str) -> None:
     """No input of the first block requires a gradient; every adapter is trained all the same, as without."""
     if not (root / "kept").exists():
@@ -65,15 +65,15 @@ def test_recomputed_blocks_train_all_adapters(root: Path, base: Path, mode: str)
 
 
 def resumed(tree: dict[str, Any], out: str) -> None:
-    """Trains two steps, and then in another run folder's place two more."""
+    """Trains one step, and in a second call three more."""
     tree = {**tree, "experiment": {"output_dir": out}, "checkpoint": {"every": 1}}
-    for steps in (2, 4):
+    for steps in (1, 4):
         finish({**tree, "training": {**tree["training"], "max_steps": steps}})
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_run_resumes_to_the_bit(root: Path, base: Path, pool2: Pool, strategy: str) -> None:
-    tree = tree_for(root, base, DORA, f"{strategy}_whole", **CONSTANT)
+    tree = tree_for(root, base, DORA, f"{strategy}_whole", eval_batches=1, **CONSTANT)
     tree["distributed"] = {"strategy": strategy}
     if strategy == "single":
         finish(tree)
@@ -86,6 +86,7 @@ def test_a_run_resumes_to_the_bit(root: Path, base: Path, pool2: Pool, strategy:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_of_a_run_are_kept(root: Path, base: Path) -> None:
     tree = tree_for(root, base, LORA, "best", max_steps=6, eval_steps=1, eval_batches=1)
     tree["dataset"]["eval_fraction"] = 0.2
@@ -149,7 +150,7 @@ def memorise(root: Path, base: Path, lora: dict[str, Any], samples: int, steps: 
 
 def test_adapters_memorise_a_few_samples(root: Path) -> None:
     base = save_base(root / "varied", **VARIED)
-    losses = memorise(root, base, {"r": 16, "alpha": 32, "target_modules": "all-linear"}, samples=8, steps=60)
+    losses = memorise(root, base, {"r": 16, "alpha": 32, "target_modules": "all-linear"}, samples=8, steps=40)
     assert losses[0] > 3
     assert losses[-1] < 1
 

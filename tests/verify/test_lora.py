@@ -41,6 +41,7 @@ def test_dora_in_two(tmp_path: Path, pool2: Pool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+@pytest.mark.slow
 def test_lora_shares_the_work_of_tensor_parallel_ranks(tmp_path: Path, pool2: Pool) -> None:
     run = adapted(tmp_path, ALL_LINEAR, global_batch_size=7, gradient_accumulation=2)
     (verdict,) = prove(run, 2, ["tp"], steps=2, runner=runner_on(pool2, adamw=False))

@@ -1,4 +1,4 @@
-"""`export --push`, against a server that answers as the Hugging Face Hub does."""
+"""A server that answers as the Hugging Face Hub does, for the tests of `export --push`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lora.test_lora_run import LORA, save_base, tree_for
-from shoal.checkpoint.export import export
-from shoal.config import check_run
-from shoal.errors import UserError
-from shoal.training import train
-from shoal.training.push import check_push, push_folder
 
 pytest.importorskip("peft")
 hub = pytest.importorskip("huggingface_hub")
@@ -80,30 +72,3 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
 
 _init = hub.HfApi.__init__
-
-
-def test_an_adapter_is_uploaded_with_a_model_card(tmp_path: Path, fake_hub: type[Hub]) -> None:
-    tree = tree_for(tmp_path, save_base(tmp_path / "base"), LORA, max_steps=1)
-    train(check_run(tree))
-    step_dir, out = tmp_path / "out" / "checkpoints" / "step_00000001", tmp_path / "adapter"
-    check_push("me/adapter", "peft")
-    export(step_dir, out, "peft")
-    assert push_folder(step_dir, out, "me/adapter").startswith("https://huggingface.co/me/adapter")
-    assert "/api/repos/create" in fake_hub.requests
-    assert fake_hub.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert fake_hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
-    card = fake_hub.files["README.md"].decode()
-    assert 'library_name: "peft"' in card
-    assert "base_model" not in card  # a folder of this machine
-    assert 'AutoPeftModelForCausalLM.from_pretrained("me/adapter")' in card
-    assert "| `r` | `4` |" in card
-    with pytest.raises(UserError, match=r"--push me/refused: the upload failed: .*; the export is in"):
-        push_folder(step_dir, out, "me/refused")
-
-
-def test_without_the_hub_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"--push me/model: the Hugging Face Hub cannot be reached; export without it"):
-        check_push("me/model", "hf")
-    with pytest.raises(UserError, match=r"--push me/model: --to torch writes a file"):
-        check_push("me/model", "torch")
