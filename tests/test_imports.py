@@ -14,22 +14,23 @@ ALLOWED: dict[str, set[str]] = {
     "project_template": {"config", "recipes", "verify"},
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
+    "lora": BASE | {"config", "weights"},
     "models": set(),
     "callbacks": BASE | {"config", "parallel", "strategies"},
-    "recipes": BASE | {"callbacks", "models", "data", "weights"},
+    "recipes": BASE | {"callbacks", "models", "data", "lora", "weights"},
     "processes": BASE,
     "weights": BASE,
     "parallel": BASE | {"config"},
     "transform": BASE | {"config", "parallel"},
-    "checkpoint": BASE | {"config", "parallel", "weights"},
+    "checkpoint": BASE | {"config", "lora", "parallel", "weights"},
     "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
     "launch": BASE | {"callbacks", "checkpoint", "config", "processes", "training"},
     "training": BASE
-    | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
-    | {"weights"},
+    | {"callbacks", "checkpoint", "config", "data", "lora", "observe", "parallel", "processes", "strategies"}
+    | {"transform", "weights"},
     "verify": BASE
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
-    | {"training"}
+    | {"lora", "training"}
     | {"transform", "weights"},
     "cli": BASE | {"api", "checkpoint", "config", "launch", "processes", "training", "verify"},
 }

@@ -13,6 +13,7 @@ import shoal
 from shoal.cli import checkpoint, configs
 from shoal.cli.app import App
 from shoal.cli.chaos import chaos
+from shoal.cli.chat import chat
 from shoal.cli.config import show_config
 from shoal.cli.data import data
 from shoal.cli.demo import demo
@@ -40,6 +41,7 @@ app.command("config")(show_config)
 app.command()(data)
 app.command()(verify)
 app.command()(chaos)
+app.command()(chat)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(configs.app, name="configs")
 

@@ -17,6 +17,7 @@ from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
+from shoal.lora.adapters import describe_adapters
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.world import World
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
@@ -141,6 +142,8 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
+        if adapters := describe_adapters(session.meta_model or session.model):
+            yield "adapters", adapters, tuple(key for key in sources if key.startswith("lora."))
         if session.mode:
             yield "mode", session.mode, ()
         if mixing := mixing_modules(session.model):

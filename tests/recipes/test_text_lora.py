@@ -322,3 +322,17 @@ def test_an_export_has_the_chat_template_that_was_trained_with(tmp_path: Path) -
     message = {"role": "user", "content": "Say 0"}
     text = exported.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nSay 0<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.slow
+def test_adapters_memorise_packed_instructions_and_shoal_chat_gives_the_answers(tmp_path: Path) -> None:
+    from shoal.training.chat import Chat
+
+    training = {"max_steps": 120, "learning_rate": 1e-2, "batch_size": 2, "lr_scheduler": "constant"}
+    model = {"config": {**LLAMA, "initializer_range": 0.3}}  # the usual small weights could not tell tokens apart
+    config = tree(tmp_path, model, dataset={"packing": True}, training=training)
+    config["lora"] = {"r": 16, "alpha": 32, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}
+    train(check_run(config))
+    for record in facts(3):
+        chat = Chat(tmp_path / "out", temperature=0, max_new_tokens=60)
+        assert chat.answer(record["instruction"], lambda piece: None).endswith(f"\n{record['output']}")

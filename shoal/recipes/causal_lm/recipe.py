@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from shoal.data import TextDataset
 from shoal.data.hub import hub
 from shoal.errors import UserError
+from shoal.lora import LoraConfig
+from shoal.lora.adapters import (
+    add_adapters,
+    is_adapter_tensor,
+    magnitude_sources,
+    reset_with,
+    split_groups,
+)
 from shoal.models.causal_attention import use_causal_attention
 from shoal.recipes.causal_lm.config import (
     CausalLMConfig,
+    check_lora,
     import_transformers,
     known_keys,
     make_config,
@@ -27,6 +36,7 @@ from shoal.recipes.causal_lm.plan import make_plan
 from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
+from shoal.tensors import DTYPES
 from shoal.types import ParallelPlan, Weights
 from shoal.weights import parameters_on_meta
 from shoal.weights.conversion import open_files
@@ -43,6 +53,7 @@ class CausalLMRecipe(TextRecipe):
 
     class Config(BaseModel):
         model: CausalLMConfig = Field(default_factory=CausalLMConfig)
+        lora: LoraConfig | None = None
         dataset: TextDataset = TextDataset()
 
         @model_validator(mode="before")
@@ -53,6 +64,11 @@ class CausalLMRecipe(TextRecipe):
             if isinstance(model, dict) and isinstance(dataset, dict) and isinstance(name := model.get("name"), str):
                 return {**values, "dataset": {"tokenizer": name, **dataset}}
             return values
+
+        @model_validator(mode="after")
+        def _check_lora(self) -> Any:
+            check_lora(self.model, self.lora)
+            return self
 
     def prepare_data(self) -> None:
         self.prepare_model()
@@ -73,6 +89,9 @@ class CausalLMRecipe(TextRecipe):
                 f"dataset.{self.length_key} = {length}: the model has max_position_embeddings = {longest}; "
                 + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
             )
+        if self.config.lora is not None:
+            with parameters_on_meta():
+                self.build_model()  # refuses targets that match nothing, before the text is prepared
 
     @cached_property
     def folder(self) -> Path:
@@ -135,18 +154,22 @@ class CausalLMRecipe(TextRecipe):
             )
         if section.attn_implementation is None:
             use_causal_attention(model)
+        if self.config.lora is not None:
+            add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"])
         return model
 
     def weights(self) -> Weights:
+        reset = reset_with(initialise) if self.config.lora is not None else None
         if self.config.model.name is None:
-            return Weights("init", reset=initialise)
+            return Weights("init", reset=reset or initialise)
         files = open_files(self.files)
         with parameters_on_meta():
             model = self.build_model()
         sources = file_sources(model, files)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+            if not is_adapter_tensor(name):
+                names.setdefault(parameter, []).append(name)
         missing = next((tied_names[0] for tied_names in names.values() if sources.keys().isdisjoint(tied_names)), None)
         if missing is not None:
             raise UserError(
@@ -154,7 +177,7 @@ class CausalLMRecipe(TextRecipe):
                 f"{min(files, default='none')!r}): they hold a base model without its head, or another model; "
                 "save the whole model by AutoModelForCausalLM and save_pretrained"
             )
-        return Weights("files", files=self.files, sources=sources)
+        return Weights("files", files=self.files, sources={**sources, **magnitude_sources(model, sources)}, reset=reset)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
@@ -177,6 +200,10 @@ class CausalLMRecipe(TextRecipe):
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return make_plan(model)
 
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        groups = super().param_groups(model)
+        return groups if self.config.lora is None else split_groups(model, groups, self.config.lora.lora_plus_ratio)
+
     @cached_property
     def _config_without_weights(self) -> Any:
         """The text configuration that `model.config` makes, or None for a model from weights: they may not be
@@ -185,6 +212,11 @@ class CausalLMRecipe(TextRecipe):
         return None if keys is None else make_config(keys).get_text_config()
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
+            raise UserError(
+                f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which "
+                "would add it on every rank; leave one of them out"
+            )
         if self._config_without_weights is None:
             return
         tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))
