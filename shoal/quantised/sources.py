@@ -36,6 +36,11 @@ class Quantisation:
     is_stored: bool = False
     """True if the files have the matrix as bitsandbytes has quantised and saved it."""
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the layer's tensor."""
+        return self.scheme.shapes(self.shape)[self.part]
+
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Returns the layer's tensor. If it is stored, the tensors are those of `stored_names`."""
         if not self.is_stored or not isinstance(self.scheme, FourBit):
@@ -74,7 +79,7 @@ class QuantisedSource(Source):
         found = self.parts[0].meta(files).shape
         if not self.quantisation.is_stored and found != shape:
             raise RuntimeError(f"its shape is {[*found]}, and that of the layer {[*shape]}")
-        return torch.empty(scheme.shapes(shape)[part], dtype=scheme.dtypes[part], device="meta")
+        return torch.empty(self.quantisation.result_shape, dtype=scheme.dtypes[part], device="meta")
 
     def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
         scheme = self.quantisation.scheme

@@ -210,7 +210,7 @@ class Report:
         kept = ", ".join(part for part, applies in parts.items() if applies)
         yield "checkpoints", kept, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.left_out:
-            files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
+            files = ", ".join(sorted({str(piece.path) for reference in references.values() for piece in reference.pieces}))
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         if not StopFlag.is_possible():
             yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()

@@ -7,7 +7,7 @@ shapes of the parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
 from shoal.config.batch import accumulation, leaves_one
@@ -76,6 +76,8 @@ class Case:
     """The shapes of all parameters, by name."""
     trained: Collection[str]
     """The names of the parameters that have gradients."""
+    itemsizes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of an element of each parameter, by name, if it is not 4."""
     has_objectives: bool = False
     """True if a step has several losses, each of some parameters, which use parameters as often as they like."""
 
@@ -103,21 +105,29 @@ class Case:
         """Returns the number of elements of these parameters."""
         return sum(prod(self.shapes[name]) for name in names)
 
+    def nbytes(self, names: Collection[str]) -> int:
+        """Returns the bytes of these parameters."""
+        return sum(prod(self.shapes[name]) * self.itemsizes.get(name, 4) for name in names)
+
     def held(self, shards: int, tensor_ranks: int = 1) -> float:
         """Returns the fraction of all parameters on the rank that holds the most.
 
         Tensor parallelism splits all parameters except vectors over `tensor_ranks`; what is left is sharded along its
         first dimension.
         """
-        total, vectors = self.numel(self.shapes), self.numel([n for n, shape in self.shapes.items() if len(shape) < 2])
-        padding = sum(_padded(shape, tensor_ranks * shards) for shape in self.shapes.values()) / total
+        total = self.nbytes(self.shapes)
+        vectors = self.nbytes([name for name, shape in self.shapes.items() if len(shape) < 2])
+        padded = (_padded(s, tensor_ranks * shards) * self.itemsizes.get(n, 4) for n, s in self.shapes.items())
+        padding = sum(padded) / total
         return padding * ((total - vectors) / tensor_ranks + vectors) / shards / total
 
     def sent(self, names: Collection[str], dtype: str, shards: int) -> float:
         """Returns the bytes that one all-gather of these parameters, or one reduction of their gradients, sends, as a
-        multiple of the bytes of all trained parameters in fp32."""
-        padded = sum(_padded(self.shapes[name], shards) for name in names)
-        return (1.0 if dtype == "fp32" else 0.5) * padded / self.numel(self.trained)
+        multiple of the bytes of all trained parameters. Parameters that are not fp32 are sent as they are."""
+        fp32 = 4 if dtype == "fp32" else 2
+        sizes = {name: fp32 if size == 4 else size for name in names for size in [self.itemsizes.get(name, 4)]}
+        padded = sum(_padded(self.shapes[name], shards) * sizes[name] for name in names)
+        return padded / self.nbytes(self.trained)
 
 
 def _padded(shape: tuple[int, ...], shards: int) -> int:

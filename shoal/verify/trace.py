@@ -92,6 +92,7 @@ class Trace:
     """The weights after one more update, before which weights and optimizer state were loaded as from a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
+    itemsizes: dict[str, int] = field(default_factory=dict)
     parameter_bytes: int = 0
     state_bytes: int = 0
     """What the optimizer keeps on this rank: momentum."""
@@ -158,6 +159,7 @@ class _Tracer:
         trace = self.trace
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)
