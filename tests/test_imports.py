@@ -23,14 +23,14 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": BASE | {"config"},
     "transform": BASE | {"config", "parallel"},
     "checkpoint": BASE | {"config", "parallel", "quantised", "weights"},
-    "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
+    "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "quantised", "transform", "weights"},
     "launch": BASE | {"checkpoint", "config", "processes"},
     "training": BASE
     | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
-    | {"weights"},
+    | {"quantised", "weights"},
     "verify": BASE
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
-    | {"training"}
+    | {"quantised", "training"}
     | {"transform", "weights"},
     "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
 }

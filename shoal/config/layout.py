@@ -259,11 +259,15 @@ def _optimizer_contradictions(training: TrainingConfig, layout: Layout) -> Seque
         "adagrad": "DeepSpeed takes no optimizer that has state before its first step",
         "adafactor": "DeepSpeed steps flat parts of parameters, and it looks at whole tensors",
         "muon": "DeepSpeed steps flat parts of parameters, and it looks at whole matrices",
+        **dict.fromkeys(
+            ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"),
+            "DeepSpeed takes state that is tensors alone, and bitsandbytes counts steps in a number",
+        ),
     }
     return (
         (
             layout.strategy == "deepspeed" and name in reasons,
-            f"{where}: {reasons.get(name)}; use another optimizer, or strategy ddp",
+            f"{where}: {reasons.get(name)}; use another optimizer, or strategy ddp{' or fsdp' * name.endswith('bit')}",
         ),
         (
             splits and name == "adafactor",

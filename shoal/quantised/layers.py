@@ -115,6 +115,26 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
 
 
+def check_gathered(model: nn.Module, dtype: torch.dtype | None, key: str) -> None:
+    """Refuses quantised layers whose tensors fully_shard would round, because it gathers parameters in `dtype`.
+
+    It leaves integers alone, and parameters that have the dtype already. `key` is what set the dtype.
+    """
+    for layer in quantised_layers(model).values():
+        rounded = [one for one in layer.scheme.dtypes.values() if one.is_floating_point and one != dtype]
+        if dtype is not None and rounded:
+            advice = (
+                f"set model.bnb_4bit_quant_storage to uint8 or {_say(dtype)}"
+                if layer.scheme.bits == 4
+                else "leave it out, and use training.mixed_precision = bf16"
+            )
+            raise UserError(f"{key}: FSDP would round the quantised weights, which are kept as {_say(rounded[0])}; {advice}")
+
+
+def _say(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.no_grad()
 def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Replaces the quantised layers of a whole model by linear layers with the numbers that they stand for.

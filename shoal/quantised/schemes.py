@@ -48,6 +48,7 @@ class FourBit:
     storage: str = "uint8"
     compute: str | None = None
     """The dtype that a layer computes in. Default: autocast's, or that of its input."""
+    bits = 4
 
     @property
     def dtypes(self) -> dict[Part, torch.dtype]:
@@ -169,6 +170,7 @@ class EightBit:
     threshold: float = 6.0
     """Inputs with a larger number are multiplied in 16 bits on a GPU; transformers' default."""
     compute = None
+    bits = 8
 
     @property
     def dtypes(self) -> dict[Part, torch.dtype]:

@@ -269,6 +269,8 @@ class Report:
         if schedule_is_by_recipe(shell.session.recipe, shell.total_steps):
             keys = ("lr_scheduler", "warmup_steps", "warmup_ratio")
             idle |= {f"training.{key}": "the recipe has a schedule" for key in keys}
+        if name.startswith("paged_") and shell.strategy.device.type == "cpu":
+            idle["training.optimizer"] = f"{name}: its state is not paged, because there is no GPU"
         if name == "rprop":
             idle["training.max_grad_norm"] = "rprop uses the signs of gradients alone"
         return idle

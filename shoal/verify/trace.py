@@ -25,6 +25,7 @@ from shoal.observe.flops import flop_counter
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
+from shoal.quantised import quantised_layers
 from shoal.strategies import Loop, from_config
 from shoal.tensors import local_part, local_slices
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
@@ -93,6 +94,9 @@ class Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
     itemsizes: dict[str, int] = field(default_factory=dict)
+    """The bytes of an element of each."""
+    packed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The bytes and the number of weights of each quantised layer, and the bits that a weight should have, by name."""
     parameter_bytes: int = 0
     state_bytes: int = 0
     """What the optimizer keeps on this rank: momentum."""
@@ -160,6 +164,9 @@ class _Tracer:
         trace.start = _whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
+        held = self.strategy.held()
+        for name, layer in quantised_layers(self.model).items():
+            trace.packed[name] = held[f"{name}.weight"].nbytes, layer.in_features * layer.out_features, layer.scheme.bits
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)
@@ -237,7 +244,9 @@ class _Tracer:
         infinite = {name: torch.full_like(gradient, inf) for name, gradient in shared.gradients.items()}
         after, _ = self._update_with(infinite, shared.max_norm)
         del self.trace.update_norms[-len(self.turns) :]
-        self.trace.skips_infinite = all(torch.equal(after[name], t) for name, t in self.trace.resumed.items())
+        # Packed weights that are kept in a floating-point dtype may have bits that are not equal to themselves.
+        resumed = {n: t for n, t in self.trace.resumed.items() if n.rpartition(".")[0] not in self.trace.packed}
+        self.trace.skips_infinite = all(torch.equal(after[name], t) for name, t in resumed.items())
 
     def _update_with(
         self, gradients: dict[str, Tensor], max_norm: float

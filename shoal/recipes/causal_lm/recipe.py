@@ -191,6 +191,12 @@ class CausalLMRecipe(TextRecipe):
         return None if keys is None else make_config(keys).get_text_config()
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if sizes.get("tp", 1) > 1 and getattr(self.config.model, key):
+                raise UserError(
+                    f"distributed.mesh.tp = {sizes['tp']}: tensor parallelism does not split quantised layers, which "
+                    f"model.{key} makes; use dp_shard, cp or pp"
+                )
         if self._config_without_weights is None:
             return
         tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))
