@@ -350,6 +350,16 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
             "training.activation_checkpointing = none recomputes nothing; use full",
         ),
         (
+            layout.activation_checkpointing.offload and layout.compile,
+            "training.activation_checkpointing.offload = true cannot reach into compiled blocks; set training.compile "
+            "to false",
+        ),
+        (
+            layout.activation_checkpointing.offload and is_deepspeed and zero.cpu_checkpointing,
+            "training.activation_checkpointing.offload = true and distributed.deepspeed.cpu_checkpointing = true move "
+            "the same tensors; leave one of them out",
+        ),
+        (
             is_deepspeed and zero.cpu_checkpointing and layout.compile,
             "distributed.deepspeed.cpu_checkpointing = true cannot reach into compiled blocks; set training.compile to "
             "false",

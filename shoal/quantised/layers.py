@@ -115,6 +115,15 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
 
 
+def describe_layers(model: nn.Module) -> str:
+    """Returns what is quantised, for the report; an empty text if nothing is."""
+    layers = [*quantised_layers(model).values()]
+    if not layers:
+        return ""
+    scheme = layers[0].scheme
+    return f"{len(layers)} linear layers in {scheme.bits} bits: {scheme.describe()}"
+
+
 def check_gathered(model: nn.Module, dtype: torch.dtype | None, key: str) -> None:
     """Refuses quantised layers whose tensors fully_shard would round, because it gathers parameters in `dtype`.
 

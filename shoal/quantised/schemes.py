@@ -136,12 +136,11 @@ class FourBit:
         """Returns the matrix that the tensors stand for, in a dtype."""
         from bitsandbytes import functional
 
-        state = functional.QuantState(
-            self.scales(statistics, shape), torch.Size(shape), None, BLOCK, self.quant_type, dtype
-        )
+        # As one row: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole blocks.
+        flat = torch.Size((1, prod(shape)))
+        state = functional.QuantState(self.scales(statistics, shape), flat, None, BLOCK, self.quant_type, dtype)
         data = weight.reshape(-1).view(torch.uint8)[: ceil(prod(shape) / 2), None]
         matrix: Tensor = functional.dequantize_4bit(data, state)
-        # bitsandbytes transposes a matrix of two numbers, whose packed form it takes for a transposed one.
         return matrix.view(shape)
 
     def describe(self) -> str:

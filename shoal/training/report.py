@@ -18,6 +18,7 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
+from shoal.quantised.layers import describe_layers
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -77,6 +78,11 @@ class Report:
                 "computed again in the first step's backward; set it to none or look for what keeps the model's blocks "
                 "from being called"
             )
+        if self.engaged.host_inputs is not None and not self.engaged.host_inputs.num_kept:
+            raise UserError(
+                "training.activation_checkpointing.offload = true, but no recomputed block has a positional input that "
+                "could be moved; leave it out"
+            )
         head = self.engaged.chunked_head
         if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
             raise UserError(
@@ -132,6 +138,8 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
+        if quantised := describe_layers(session.model):
+            yield "quantised", quantised, tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb")))
         if session.mode:
             yield "mode", session.mode, ()
         if mixing := mixing_modules(session.model):
@@ -180,6 +188,7 @@ class Report:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.checkpointed_modules:
             recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
+            recomputed += ", inputs in host memory" * (engaged.host_inputs is not None)
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
         chunks = f"in {training.loss_chunks} chunks" if training.loss_chunks > 1 else ""
         if loss := ", ".join(filter(None, (chunks, self.loss))):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ToyRun
-from pool import Pool, WorkerFailure
+from pool import Pool
 from torch import nn
 from training.test_moves import bits, train_on
 from training.test_optimizers import take_steps, training
@@ -34,7 +34,9 @@ def test_they_are_those_of_bitsandbytes(name: str) -> None:
     assert reference.state[theirs[0]]["state1"].dtype == (torch.float32 if "32" in name else torch.uint8)
 
 
-@pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("paged_adamw_32bit", "lion_8bit"))]
+)
 def test_sharded_runs_go_on_as_if_they_had_not_stopped(toy: ToyRun, pool2: Pool, name: str) -> None:
     keys = [f"training.optimizer={name}", LARGE, "training.lr_scheduler=constant"]
     train_on("fsdp2", toy, {2: pool2}, *keys, "training.max_steps=2")
@@ -46,10 +48,15 @@ def test_sharded_runs_go_on_as_if_they_had_not_stopped(toy: ToyRun, pool2: Pool,
     assert kinds == ({"torch.float32"} if "32" in name else {"torch.float32", "torch.uint8"})
     if name == "paged_adamw_32bit":
         train_on("single", toy, {}, *keys, "training.max_steps=5")
-        assert "paged_adamw_32bit: its state is not paged, because there is no GPU" in toy.report()
     else:
         with pytest.raises(UserError, match="8-bit state of .* was saved in another layout"):
             train_on("single", toy, {}, *keys, "training.max_steps=5")
+
+
+def test_the_report_says_that_nothing_is_paged_on_a_cpu(toy: ToyRun) -> None:
+    toy.train("training.optimizer=paged_adamw_32bit", "training.max_steps=1")
+    report = (toy.output / "report.txt").read_text()
+    assert "training.optimizer: paged_adamw_32bit: its state is not paged, because there is no GPU" in report
 
 
 def test_what_they_cannot_do_is_one_line(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
