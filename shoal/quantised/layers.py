@@ -26,6 +26,7 @@ class QuantisedLinear(nn.Module):
 
     weight: nn.Parameter
     statistics: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, linear: nn.Linear, scheme: Scheme):
         """Quantises the weights of `linear`; they may be on the meta device."""
@@ -62,12 +63,13 @@ class QuantisedLinear(nn.Module):
         return output.to(autocast or input.dtype)
 
     def _multiply_8bit(self, input: Tensor, bias: Tensor | None, scheme: EightBit) -> Tensor:
-        from bitsandbytes import MatmulLtState, matmul
+        import bitsandbytes
 
-        state = MatmulLtState()
+        library: Any = bitsandbytes  # it does not say which of its names are public
+        state = library.MatmulLtState()
         state.CB, state.SCB, state.has_fp16_weights = self.weight, self.statistics, False
         state.threshold, state.is_training = scheme.threshold, self.training
-        output: Tensor = matmul(input, self.weight, bias=bias, state=state)
+        output: Tensor = library.matmul(input, self.weight, bias=bias, state=state)
         return output
 
     def extra_repr(self) -> str:
@@ -137,7 +139,9 @@ def check_gathered(model: nn.Module, dtype: torch.dtype | None, key: str) -> Non
                 if layer.scheme.bits == 4
                 else "leave it out, and use training.mixed_precision = bf16"
             )
-            raise UserError(f"{key}: FSDP would round the quantised weights, which are kept as {_say(rounded[0])}; {advice}")
+            raise UserError(
+                f"{key}: FSDP would round the quantised weights, which are kept as {_say(rounded[0])}; {advice}"
+            )
 
 
 def _say(dtype: torch.dtype) -> str:
@@ -189,7 +193,7 @@ def _linear_in_place(model: nn.Module, name: str, layer: QuantisedLinear) -> Ite
     linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     device = layer.weight.device
     linear.weight = nn.Parameter(torch.empty(layer.shape, device=device), requires_grad=False)
-    linear.bias = layer.bias
+    linear.register_parameter("bias", layer.bias)
     model.set_submodule(name, linear)
     try:
         yield linear

@@ -136,12 +136,13 @@ class FourBit:
         """Returns the matrix that the tensors stand for, in a dtype."""
         from bitsandbytes import functional
 
-        # As one row: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole blocks.
-        flat = torch.Size((1, prod(shape)))
-        state = functional.QuantState(self.scales(statistics, shape), flat, None, BLOCK, self.quant_type, dtype)
-        data = weight.reshape(-1).view(torch.uint8)[: ceil(prod(shape) / 2), None]
-        matrix: Tensor = functional.dequantize_4bit(data, state)
-        return matrix.view(shape)
+        # As one row of whole bytes: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole
+        # blocks, and calls a compiler for rows of an odd length.
+        packed = weight.reshape(-1).view(torch.uint8)[: ceil(prod(shape) / 2), None]
+        row = torch.Size((1, 2 * len(packed)))
+        state = functional.QuantState(self.scales(statistics, shape), row, None, BLOCK, self.quant_type, dtype)
+        numbers: Tensor = functional.dequantize_4bit(packed, state)
+        return numbers.view(-1)[: prod(shape)].view(shape)
 
     def describe(self) -> str:
         """Returns what the scheme is, for the report."""

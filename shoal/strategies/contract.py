@@ -36,9 +36,9 @@ from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import CompiledModules
+from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights

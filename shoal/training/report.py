@@ -139,7 +139,11 @@ class Report:
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
         if quantised := describe_layers(session.model):
-            yield "quantised", quantised, tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb")))
+            yield (
+                "quantised",
+                quantised,
+                tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb"))),
+            )
         if session.mode:
             yield "mode", session.mode, ()
         if mixing := mixing_modules(session.model):
@@ -219,7 +223,9 @@ class Report:
         kept = ", ".join(part for part, applies in parts.items() if applies)
         yield "checkpoints", kept, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.left_out:
-            files = ", ".join(sorted({str(piece.path) for reference in references.values() for piece in reference.pieces}))
+            files = ", ".join(
+                sorted({str(piece.path) for reference in references.values() for piece in reference.pieces})
+            )
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         if not StopFlag.is_possible():
             yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()

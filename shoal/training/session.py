@@ -132,8 +132,8 @@ def assemble(
     )
     if not trained and loop is None:
         raise UserError(
-            f"recipe {type(recipe).__name__}: all {frozen:,} parameters of the model are frozen, and nothing is trained; "
-            "add a section lora: to a quantised model, or train some of them"
+            f"recipe {type(recipe).__name__}: all {frozen:,} parameters of the model are frozen, and nothing is "
+            "trained; add a section lora: to a quantised model, or train some of them"
         )
     groups = groups_of(recipe, training, plan.blocks, model)
     if training.optimizer.name == "muon":

@@ -166,7 +166,11 @@ class _Tracer:
         trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
         held = self.strategy.held()
         for name, layer in quantised_layers(self.model).items():
-            trace.packed[name] = held[f"{name}.weight"].nbytes, layer.in_features * layer.out_features, layer.scheme.bits
+            trace.packed[name] = (
+                held[f"{name}.weight"].nbytes,
+                layer.in_features * layer.out_features,
+                layer.scheme.bits,
+            )
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)

@@ -127,11 +127,11 @@ def test_it_compiles_as_one_graph() -> None:
 
 
 def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="model.load_in_4bit: the model has no linear layers"):
+    with pytest.raises(UserError, match=r"model.load_in_4bit: the model has no linear layers"):
         quantise_layers(nn.Sequential(nn.Conv1d(2, 2, 1)), FourBit(), (), "model.load_in_4bit")
     model = nn.Sequential(linear(64, 32))
     quantise_layers(model, FourBit(storage="float32"), (), "model.load_in_4bit")
-    with pytest.raises(UserError, match="kept as float32; set model.bnb_4bit_quant_storage to uint8 or bfloat16"):
+    with pytest.raises(UserError, match=r"kept as float32; set model.bnb_4bit_quant_storage to uint8 or bfloat16"):
         check_gathered(model, torch.bfloat16, "distributed.fsdp.param_dtype = bf16")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"the package bitsandbytes is missing; run `pip install shoal\[quant\]`"):

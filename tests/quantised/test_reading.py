@@ -24,7 +24,7 @@ from shoal.weights.conversion import FileTensor, open_files
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
-text = text  # noqa: PLW0127  a fixture
+text = text
 
 SIZES = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -149,7 +149,7 @@ def test_another_base_is_refused(tmp_path: Path, folder: Path, text: dict[str, A
     train_norms(tmp_path, model, dataset, 2)
     tensors[f"{Q_PROJ}.weight"][0, 0] += 1
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"is not the base that .* was trained on: {Q_PROJ}.weight differs"):
+    with pytest.raises(UserError, match=rf"is not the base that .* was trained on: {Q_PROJ}.weight differs"):
         train_norms(tmp_path, model, dataset, 4)
 
 
@@ -185,13 +185,15 @@ def test_contradictory_and_idle_keys_are_refused(model: dict[str, Any], words: s
 
 def test_a_base_that_nobody_trains_is_refused(tmp_path: Path, text: dict[str, Any]) -> None:
     keys = {"recipe": "causal_lm", "training": {"device": "cpu"}}
-    with pytest.raises(UserError, match="parameters of the model are frozen, and nothing is trained; add a section lora"):
+    with pytest.raises(
+        UserError, match="parameters of the model are frozen, and nothing is trained; add a section lora"
+    ):
         train_norms(tmp_path, {"config": SIZES, "load_in_4bit": True}, text, 1, **keys)
 
 
 def test_tensor_parallelism_is_refused(text: dict[str, Any]) -> None:
     recipe = make_recipe(SIZES, text, load_in_4bit=True)
-    with pytest.raises(UserError, match="distributed.mesh.tp = 2: tensor parallelism does not split quantised layers"):
+    with pytest.raises(UserError, match=r"distributed.mesh.tp = 2: tensor parallelism does not split quantised layers"):
         recipe.check_mesh({"tp": 2})
 
 

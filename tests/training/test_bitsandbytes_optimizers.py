@@ -49,7 +49,7 @@ def test_sharded_runs_go_on_as_if_they_had_not_stopped(toy: ToyRun, pool2: Pool,
     if name == "paged_adamw_32bit":
         train_on("single", toy, {}, *keys, "training.max_steps=5")
     else:
-        with pytest.raises(UserError, match="8-bit state of .* was saved in another layout"):
+        with pytest.raises(UserError, match=r"8-bit state of .* was saved in another layout"):
             train_on("single", toy, {}, *keys, "training.max_steps=5")
 
 
@@ -60,7 +60,7 @@ def test_the_report_says_that_nothing_is_paged_on_a_cpu(toy: ToyRun) -> None:
 
 
 def test_what_they_cannot_do_is_one_line(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="lion_8bit is not for distributed.strategy = deepspeed"):
+    with pytest.raises(UserError, match=r"lion_8bit is not for distributed.strategy = deepspeed"):
         toy.train("training.optimizer=lion_8bit", "distributed.strategy=deepspeed")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     optimizer_class.cache_clear()

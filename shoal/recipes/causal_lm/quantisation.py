@@ -39,15 +39,19 @@ class QuantisationKeys(BaseModel):
             raise UserError("model.load_in_4bit and model.load_in_8bit are both true; set one of them")
         for bits, key, given in (("4", "load_in_4bit", self.load_in_4bit), ("8", "load_in_8bit", self.load_in_8bit)):
             if given and stored in ("4", "8") and stored != bits:
-                raise UserError(f"model.{key} = true: the weights of model.name are stored in {stored} bits; leave it out")
+                raise UserError(
+                    f"model.{key} = true: the weights of model.name are stored in {stored} bits; leave it out"
+                )
         for key in _FOUR_BIT:
             value = getattr(self, key)
             if value is not None and not self.load_in_4bit and (self.load_in_8bit or stored in ("", "8")):
-                raise UserError(f"model.{key} = {value}: no effect without model.load_in_4bit: true; set it, or leave it out")
+                raise UserError(
+                    f"model.{key} = {value}: no effect without model.load_in_4bit: true; set it, or leave it out"
+                )
 
     def scheme(self, stored: dict[str, Any] | None = None) -> Scheme | None:
-        """Returns how the base is quantised, or None if it is not. `stored` is the `quantization_config` of weights that
-        are stored in 4 or 8 bits."""
+        """Returns how the base is quantised, or None if it is not. `stored` is the `quantization_config` of weights
+        that are stored in 4 or 8 bits."""
         bits = "" if stored is None else "4" if stored.get("load_in_4bit") else "8"
         self.check_quantisation(bits)
         if self.load_in_8bit or bits == "8":
@@ -60,7 +64,8 @@ class QuantisationKeys(BaseModel):
             for key in pairs:
                 if getattr(self, key) not in (None, stored.get(key)):
                     raise UserError(
-                        f"model.{key} = {getattr(self, key)}: the weights are stored with {stored.get(key)}; leave it out"
+                        f"model.{key} = {getattr(self, key)}: the weights are stored with {stored.get(key)}; leave it "
+                        "out"
                     )
             kind, double = stored["bnb_4bit_quant_type"], stored["bnb_4bit_use_double_quant"]
         return FourBit(kind, double, self.bnb_4bit_quant_storage or "uint8", self.bnb_4bit_compute_dtype)
@@ -79,8 +84,8 @@ def stored_quantisation(config: Any, name: str) -> dict[str, Any] | None:
     bits = [key for key in ("load_in_4bit", "load_in_8bit") if about.get(key) or about.get(f"_{key}")]
     if method != "bitsandbytes" or len(bits) != 1:
         raise UserError(
-            f"model.name = {name!r}: its weights are quantised ({method}), which recipe causal_lm cannot train; use the "
-            "weights that they were made from"
+            f"model.name = {name!r}: its weights are quantised ({method}), which recipe causal_lm cannot train; use "
+            "the weights that they were made from"
         )
     del config.quantization_config  # or an export, which is not quantised, would have it
     return {**about, "load_in_4bit": bits == ["load_in_4bit"]}
@@ -94,5 +99,6 @@ def skipped_layers(model: Any, stored: dict[str, Any] | None) -> set[str]:
     return {
         name
         for name, module in model.named_modules()
-        if module is head or any(name == part or name.endswith(f".{part}") or name.startswith(f"{part}.") for part in skipped)
+        if module is head
+        or any(name == part or name.endswith(f".{part}") or name.startswith(f"{part}.") for part in skipped)
     }
