@@ -14,23 +14,24 @@ ALLOWED: dict[str, set[str]] = {
     "project_template": {"config", "recipes", "verify"},
     "data": BASE | {"config"},
     "observe": BASE | {"config"},
+    "lora": BASE | {"config", "weights"},
     "models": set(),
     "quantised": BASE | {"weights"},
     "callbacks": BASE | {"config", "parallel", "strategies"},
-    "recipes": BASE | {"callbacks", "models", "data", "quantised", "weights"},
+    "recipes": BASE | {"callbacks", "models", "data", "lora", "quantised", "weights"},
     "processes": BASE,
     "weights": BASE,
     "parallel": BASE | {"config"},
     "transform": BASE | {"config", "parallel"},
-    "checkpoint": BASE | {"config", "parallel", "quantised", "weights"},
+    "checkpoint": BASE | {"config", "lora", "parallel", "quantised", "weights"},
     "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "quantised", "transform", "weights"},
     "launch": BASE | {"checkpoint", "config", "processes"},
     "training": BASE
-    | {"callbacks", "checkpoint", "config", "data", "observe", "parallel", "processes", "strategies", "transform"}
-    | {"quantised", "weights"},
+    | {"callbacks", "checkpoint", "config", "data", "lora", "observe", "parallel", "processes", "quantised"}
+    | {"strategies", "transform", "weights"},
     "verify": BASE
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
-    | {"quantised", "training"}
+    | {"lora", "quantised", "training"}
     | {"transform", "weights"},
     "cli": BASE | {"checkpoint", "config", "launch", "processes", "training", "verify"},
 }

@@ -1,4 +1,4 @@
-"""Export: writes the weights of a checkpoint as a Hugging Face folder, a safetensors file or a torch state dict.
+"""Export: writes the weights of a checkpoint for other programs: transformers, PEFT, safetensors or torch.
 
 An export is written beside its final name, opened again with the library that others will use, compared with the
 checkpoint tensor by tensor, and only then renamed. A checkpoint is not trusted: only built-in recipes are asked to
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.folders import discard, flush, swap_in
-from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, base_files, find_base_in
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.manifest import dtype_name
@@ -30,6 +31,10 @@ from shoal.checkpoint.pieces import StoredTensor, dtype_in_files, write_safetens
 from shoal.checkpoint.store import Checkpoint
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, as_user_error, one_line
+from shoal.lora.adapters import has_adapters, merge_adapters, remove_adapters
+from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
+from shoal.quantised import dequantise, quantised_layers
+from shoal.quantised.layers import PARTS
 from shoal.seeding import GeneratorsKept
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
 from shoal.types import Weights
@@ -48,6 +53,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+MERGE_INTO = ("original", "dequantised")
 _EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
 
 
@@ -60,18 +66,27 @@ def export(
     base: Path | None = None,
     adapter_only: bool = False,
     average: str | None = None,
+    merge_into: str | None = None,
 ) -> dict[str, Any]:
     """Writes the weights of a checkpoint to `out`, and compares what was written with the checkpoint.
 
     `dtype` converts the parameters; without it they stay as stored. The frozen base is read from the files in the
     manifest, or from `base`; `adapter_only` leaves it out. `average` names a callback, such as `ema`, whose average
-    of the weights is exported in their place. Returns what `shoal checkpoint export --json` prints.
+    of the weights is exported in their place. `merge_into` says which weights `hf` adds adapters to: the `original`
+    ones, or what a quantised base computes with (`dequantised`). Returns what `shoal checkpoint export --json` prints.
     """
-    for option, value, choices in (("--to", to, _WRITERS), ("--dtype", dtype or "fp32", DTYPES)):
+    for option, value, choices in (
+        ("--to", to, _WRITERS),
+        ("--dtype", dtype or "fp32", DTYPES),
+        ("--merge-into", merge_into or "original", MERGE_INTO),
+    ):
         if value not in choices:
             raise UserError(f"{option} {value} is not one of {', '.join(choices)}")
     checkpoint = open_step_folder(step_dir)
     _check_options(checkpoint, to, base, adapter_only)
+    merges = to == "hf" and bool(recipe_sections(checkpoint).get("lora"))
+    if merge_into and not merges:
+        raise UserError(f"--merge-into {merge_into} is for --to hf of a run with adapters (lora:); leave it out")
     _check_target(out, to, force)
     if out.resolve().is_relative_to(step_dir.resolve()):
         raise UserError(f"{out} is inside the checkpoint, which must not change; choose another place")
@@ -83,7 +98,7 @@ def export(
         with as_user_error(f"{out} cannot be written", OSError, SafetensorError):
             beside.parent.mkdir(parents=True, exist_ok=True)
             discard(beside)
-            source = Source(checkpoint, dtype, adapter_only, average)
+            source = Source(checkpoint, dtype, adapter_only, average, (merge_into or "original") if merges else None)
             notes = _WRITERS[to](source, beside)
             nbytes = _flush_with_default_mode(beside)
             swap_in(beside, out.absolute())
@@ -96,14 +111,14 @@ def export(
         discard(beside)
     if average:
         notes = (f"{len(source.averaged)} tensors are the average of {average}", *notes)
-    if adapter_only:
+    if adapter_only or (to == "peft" and checkpoint.base):
         notes = (f"only the adapter, for frozen weights in {files}", *notes)
     elif checkpoint.base:
         notes = (f"{len(checkpoint.base)} frozen tensors are from {files}", *notes)
     return {
         "path": str(out),
         "kind": to,
-        "tensors": len(source.tensors),
+        "tensors": source.num_written,
         "nbytes": nbytes,
         "dtype": dtype or "as stored",
         "notes": notes,
@@ -117,8 +132,9 @@ def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_o
             raise UserError(
                 f"{option}: {checkpoint.folder} stores all its weights and has no frozen base; leave it out"
             )
-    if adapter_only and to == "hf":
-        raise UserError("--to hf writes whole models; give --adapter-only with --to safetensors or --to torch")
+    if adapter_only and to in ("hf", "peft"):
+        writes = "whole models" if to == "hf" else "the adapter alone in any case"
+        raise UserError(f"--to {to} writes {writes}; give --adapter-only with --to safetensors or --to torch")
     if adapter_only and base:
         raise UserError("--adapter-only leaves the frozen base out, and --base says where it is; give one of them")
 
@@ -126,8 +142,17 @@ def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_o
 class Source:
     """The tensors to export; `read` reads and converts one of them."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, adapter_only: bool, average: str | None):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str | None,
+        adapter_only: bool,
+        average: str | None,
+        merge_into: str | None = None,
+    ):
         """Raises FrozenBaseError if a file of the frozen base is missing."""
+        self.merge_into = merge_into
+        self.dtype = dtype
         self.averaged = _averaged_tensors(checkpoint, average) if average else {}
         self.checkpoint = checkpoint
         self.tensors: dict[str, StoredTensor] = checkpoint.stored_state().model  # type: ignore[assignment]
@@ -135,16 +160,33 @@ class Source:
             tensor.files.check(tensor.source.path)
             self.tensors[name] = tensor
         self.tensors |= self.averaged
+        self.num_written = len(self.tensors)
         # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
         buffers = checkpoint.manifest.get("buffers")
-        kept = buffers if isinstance(buffers, list) else []
+        kept = set(map(str, buffers)) if isinstance(buffers, list) else set()
+        # So do packed weights, which are bytes in a dtype that may be floating-point.
+        packed = [name.removesuffix(".statistics") for name in self.tensors if name.endswith(".statistics")]
+        kept |= {f"{layer}.{part}" for layer in packed for part in PARTS}
+        converted = dtype if merge_into is None else None  # adapters are merged as they were trained
         self.dtypes = {
-            name: DTYPES[dtype] if dtype and tensor.dtype.is_floating_point and name not in kept else tensor.dtype
+            name: DTYPES[converted]
+            if converted and tensor.dtype.is_floating_point and name not in kept
+            else tensor.dtype
             for name, tensor in self.tensors.items()
         }
         aliases = as_dict(checkpoint.manifest.get("tied")).items()
         self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
         """Further names of tied tensors: alias → name."""
+
+    def original(self, name: str) -> Tensor:
+        """Returns the matrix in the files that a quantised weight was made from."""
+        stored = self.tensors[name]
+        quantisation = stored.quantisation if isinstance(stored, BaseTensor) else None
+        if quantisation is None or quantisation.is_stored:
+            raise UserError(
+                "--merge-into original: the weights that the base was quantised from are not known; use dequantised"
+            )
+        return stored.files.read(stored.pieces[0])
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor in the dtype of the export."""
@@ -203,10 +245,18 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     """Writes a folder for transformers with model and tokenizer, and returns notes for the user."""
     recipe = _recipe(source.checkpoint)
     model = build_model(recipe, source)
-    text = model.config.get_text_config()
-    tokens = torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
+    tokens, quantised = _some_tokens(model), bool(quantised_layers(model))
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
+        merged, distance = _merge(model, source) if has_adapters(model) else None, ""
+        if quantised and merged is not None and source.merge_into == "original":
+            # What was trained computes with rounded weights, so that the merged model is another one.
+            trained_logits, expected_logits = expected_logits, _logits(recipe, model, tokens)
+            difference = (expected_logits - trained_logits).abs().max() / trained_logits.abs().max().clamp(min=1e-6)
+            distance = (
+                f": its logits differ from those of the trained model, whose base is quantised, by {difference:.1g} of "
+                "the largest; --merge-into dequantised computes what was trained"
+            )
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         attention, dtype = model.config._attn_implementation, model.dtype
         del model  # frees its memory before the exported model is loaded
@@ -216,16 +266,92 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         reloaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
         )
-        _compare(source, reloaded.state_dict(), may_have_more=True)
+        if merged is None:
+            _compare(source, reloaded.state_dict(), may_have_more=True)
+        elif (differs := _first_difference(merged, reloaded.state_dict())) is not None:
+            raise UserError(f"{differs} differs in the exported file; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    error = ((logits - expected_logits).abs().max() / expected_logits.abs().max().clamp(min=1e-6)).item()
+    how = _compare_logits(logits, expected_logits, dtype)
+    if merged is not None:
+        notes = (f"adapters are merged into the {source.merge_into} weights{distance}", *notes)
+    whose = "of the merged model" if distance else "of the checkpoint's model"
+    return (f"its logits equal those {whose} {how}", *notes)
+
+
+def _merge(model: Any, source: Source) -> dict[str, Tensor]:
+    """Merges adapters into a model, in float32, and returns its tensors in the dtype of the export.
+
+    `source.merge_into` makes no difference to weights that are not quantised.
+    """
+    layers, dtype = quantised_layers(model), DTYPES[source.dtype] if source.dtype else None
+    for name, layer in layers.items() if source.merge_into == "original" else ():
+        layer.original = source.original(f"{name}.weight")
+    merge_adapters(model)
+    dequantise(model)  # layers without an adapter
+    if layers and dtype is None:
+        dtype = torch.float32  # transformers opens a model in one dtype, and merged layers are float32
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return dict(model.state_dict())
+
+
+def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
+    """Writes an adapter as PEFT does, opens it with PEFT on the frozen base, and returns notes for the user."""
+    checkpoint, recipe = source.checkpoint, _recipe(source.checkpoint)
+    if getattr(recipe.config, "lora", None) is None:
+        raise UserError(f"--to peft: {checkpoint.folder} was trained without lora: and has no adapter; use --to hf")
+    try:
+        import peft
+    except ImportError:
+        raise UserError("--to peft: the package peft is missing; run `pip install shoal[hf]`") from None
+    model = build_model(recipe, source)
+    tokens = _some_tokens(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tensors = {name_in_folder(model, name): source.read(name) for name in trained}
+    source.num_written = len(tensors)
+    with _quiet_transformers() as transformers:
+        expected_logits = _logits(recipe, model, tokens)
+        remove_adapters(model)
+        dequantise(model)  # PEFT knows bitsandbytes' own layers alone
+        name, revision = recipe.config.model.name, recipe.config.model.revision
+        digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
+        write_adapter(folder, tensors, config_for_peft(model, recipe.config.lora, name, revision), digests)
+        notes = _write_tokenizer(transformers, recipe, folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a base without a name, and about tied weights
+            reloaded = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+        found = peft.get_peft_model_state_dict(reloaded, save_embedding_layers=False)
+        if (differs := _first_difference(tensors, found)) is not None:
+            raise UserError(f"{differs} is another tensor when PEFT has read it; nothing was exported")
+        logits = _logits(recipe, reloaded, tokens)
+    how = _compare_logits(logits, expected_logits, next(iter(tensors.values())).dtype)
+    return (f"opened by PEFT, its logits equal those of the checkpoint's model {how}", *notes)
+
+
+def _some_tokens(model: Any) -> Tensor:
+    """Returns a few tokens, to compare the logits of two models with."""
+    text = model.config.get_text_config()
+    return torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
+
+
+def _compare_logits(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+    """Returns how near the logits of an exported model are. Raises UserError if they are others."""
+    error = ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
     if not error <= (LOGITS_TOLERANCE if dtype == torch.float32 else HALF_LOGITS_TOLERANCE):
         raise UserError(
             f"the exported model computes other logits than the checkpoint's (they differ by {error:g}); nothing was "
             "exported"
         )
-    how = f"within {error:.1g} of the largest" if error else "to the bit"
-    return (f"its logits equal those of the checkpoint's model {how}", *notes)
+    return f"within {error:.1g} of the largest" if error else "to the bit"
+
+
+def _first_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """Returns the first name whose tensor is missing or differs in its bits, or None."""
+    for name, tensor in expected.items():
+        if name not in found or not _same_bits(found[name].to(tensor.dtype), tensor):
+            return name
+    return None
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
@@ -373,10 +499,10 @@ def _check_target(out: Path, to: str, force: bool) -> None:
     # A folder that was given by mistake must not be lost, so only what looks like an earlier export is replaced.
     is_export_folder = (
         out.is_dir()
-        and (out / "config.json").is_file()
+        and any((out / name).is_file() for name in ("config.json", "adapter_config.json"))
         and all(entry.is_file() and entry.suffix in _EXPORTED_SUFFIXES for entry in out.iterdir())
     )
-    if out.is_symlink() or not (is_export_folder if to == "hf" else out.is_file()):
+    if out.is_symlink() or not (is_export_folder if to in ("hf", "peft") else out.is_file()):
         raise UserError(f"{out} is not an earlier export, so --force does not replace it; choose another name")
 
 
@@ -396,6 +522,7 @@ def _flush_with_default_mode(path: Path) -> int:
 
 _WRITERS: dict[str, Callable[[Source, Path], tuple[str, ...]]] = {
     "hf": _write_hf,
+    "peft": _write_peft,
     "safetensors": _write_safetensors,
     "torch": _write_torch,
 }

@@ -22,6 +22,7 @@ from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError, as_user_error, one_line
+from shoal.lora.peft_folder import check_adapter, is_adapter_folder, read_adapter
 from shoal.tensors import logical_shape, tensors_with_names
 from shoal.weights.from_files import weight_files
 
@@ -45,6 +46,10 @@ def weights_for_model(
     ranks call it. `names_on_other_ranks` are tensors of other stages of a pipeline.
     """
     stored, base_tensors = open_weights(path)
+    if is_adapter_folder(folder := Path(path).expanduser()):
+        frozen = base.tensors if base else {}
+        digests = {name: tensor.source.sha256 for name, tensor in frozen.items()}
+        check_adapter(f"{KEY} = {path!r}", folder, model, digests, {t.source.path.parent for t in frozen.values()})
     tensors: dict[str, Any] = {**stored, **base_tensors}
     model_shapes: dict[str, list[int]] = {}
     stored_names: dict[str, list[str]] = {}
@@ -98,10 +103,13 @@ def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]
         with as_user_error(f"{KEY} = {path!r} is a damaged checkpoint", DamagedCheckpoint):
             checkpoint = open_checkpoint(place)
             return checkpoint.stored_state().model, checkpoint.base
+    if is_adapter_folder(place):
+        return read_adapter(place), {}
     files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
     if not files:
         raise UserError(
-            f"{KEY} = {str(place)!r} is not a checkpoint and has no model.safetensors; give the weight file itself"
+            f"{KEY} = {str(place)!r} is not a checkpoint and has neither model.safetensors nor an adapter; give the "
+            "weight file itself"
         )
     return {name: tensor for file in files for name, tensor in _read_file(file).items()}, {}
 

@@ -120,7 +120,9 @@ def export(
     out: Annotated[Path, typer.Argument(readable=False, metavar="OUT", help="The folder (hf) or file to write.")],
     to: Annotated[
         str,
-        typer.Option("--to", help="hf: a folder for transformers; safetensors: one file; torch: a state dict."),
+        typer.Option(
+            "--to", help="hf: a folder for transformers; peft: an adapter; safetensors: one file; torch: a state dict."
+        ),
     ],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it, as stored.")] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Replace an earlier export.")] = False,
@@ -133,13 +135,28 @@ def export(
         str | None,
         typer.Option("--average", metavar="CALLBACK", help="Export the average that a callback keeps, such as ema."),
     ] = None,
+    merge_into: Annotated[
+        str | None,
+        typer.Option(
+            "--merge-into", metavar="WEIGHTS", help="With hf: add adapters to the original or the dequantised weights."
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="REPOSITORY", help="Then upload the folder to the Hugging Face Hub."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write the weights for other programs, then read them again and compare them with the checkpoint."""
     from shoal.checkpoint.export import export as write
+    from shoal.training.push import check_push, push_folder
 
-    done = write(step_dir, out, to, dtype, force, base, adapter_only, average)
+    if push is not None:
+        check_push(push, to)
+    done = write(step_dir, out, to, dtype, force, base, adapter_only, average, merge_into)
+    if push is not None:
+        done["notes"] = (*done["notes"], f"uploaded to {push_folder(step_dir, out, push)}")
     size = f"{done['tensors']} tensors, {_size(done['nbytes'])}, {done['dtype']}"
     _answer(as_json, done, f"{out}  {size}; read again: equal", *done["notes"])
 

@@ -12,6 +12,7 @@ import typer
 import shoal
 from shoal.cli import checkpoint, configs
 from shoal.cli.chaos import chaos
+from shoal.cli.chat import chat
 from shoal.cli.config import show_config
 from shoal.cli.demo import demo
 from shoal.cli.init import init
@@ -35,6 +36,7 @@ app.command()(train)
 app.command("config")(show_config)
 app.command()(verify)
 app.command()(chaos)
+app.command()(chat)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(configs.app, name="configs")
 

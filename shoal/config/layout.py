@@ -155,6 +155,8 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
             f"training.loss_chunks = {layout.loss_chunks}: the head gives the loss and no logits for "
             f"{type(recipe).__name__}.metrics; set it to 1, or remove metrics"
         )
+    if layout.precision == "fp8" and getattr(recipe.config, "lora", None) is not None:
+        raise UserError("training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16")
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule

@@ -27,6 +27,8 @@ class QuantisedLinear(nn.Module):
     weight: nn.Parameter
     statistics: nn.Parameter
     bias: nn.Parameter | None
+    original: Tensor | None = None
+    """The matrix that was quantised, for an export that an adapter is to be merged into. No forward uses it."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme):
         """Quantises the weights of `linear`; they may be on the meta device."""
@@ -47,7 +49,9 @@ class QuantisedLinear(nn.Module):
         return self.out_features, self.in_features
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the matrix that the layer multiplies with."""
+        """Returns the matrix that the layer multiplies with, or the original if it was given one."""
+        if self.original is not None:
+            return self.original.to(dtype)
         return self.scheme.dequantise(self.weight, self.statistics, self.shape, dtype)
 
     def forward(self, input: Tensor) -> Tensor:

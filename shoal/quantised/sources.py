@@ -127,6 +127,35 @@ class QuantisedSource(Source):
         return rows
 
 
+@dataclass(frozen=True)
+class DequantisedSource(Source):
+    """The matrix that a quantised layer computes with, from the sources of its tensors."""
+
+    parts: tuple[QuantisedSource, ...]
+    """Those of `weight` and `statistics`."""
+
+    def meta(self, files: OpenFiles) -> Tensor:
+        return torch.empty(self.parts[0].quantisation.shape, device="meta")
+
+    def fill(self, out: Tensor, box: Sequence[slice], files: OpenFiles) -> None:
+        quantisation = self.parts[0].quantisation
+        weight, statistics = (torch.empty_like(part.meta(files), device="cpu") for part in self.parts)
+        for part, tensor in zip(self.parts, (weight, statistics), strict=True):
+            part.fill(tensor, [slice(0, size) for size in tensor.shape], files)
+        out.copy_(quantisation.scheme.dequantise(weight, statistics, quantisation.shape, torch.float32)[tuple(box)])
+
+
+def matrix_sources(sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns the same sources with the dequantised matrix in the place of each quantised layer's `weight`."""
+    result = dict(sources)
+    for name, source in sources.items():
+        if isinstance(source, QuantisedSource) and source.quantisation.part == "weight":
+            statistics = sources[f"{name.removesuffix('weight')}statistics"]
+            assert isinstance(statistics, QuantisedSource)
+            result[name] = DequantisedSource((source, statistics))
+    return result
+
+
 def quantised_sources(model: nn.Module, sources: Mapping[str, Source], files: OpenFiles) -> dict[str, Source]:
     """Returns the sources of a model whose linear layers are quantised.
 

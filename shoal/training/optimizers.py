@@ -103,8 +103,12 @@ def _ready(optimizer: Optimizer, build: Build, where: str) -> Optimizer:
 
 
 def groups_of(recipe: Any, training: TrainingConfig, blocks: Collection[str], model: nn.Module) -> Groups:
-    """Returns the recipe's parameter groups, split by matrices for Muon."""
+    """Returns the recipe's parameter groups, split by matrices for Muon. A group's `lr_ratio` multiplies the config's
+    learning rate."""
     groups = [_as_group(group) for group in recipe.param_groups(model)]
+    for group in groups:
+        if (ratio := group.pop("lr_ratio", None)) is not None:
+            group["lr"] = training.learning_rate * ratio
     return mark_matrices(groups, matrices_in_blocks(model, blocks)) if training.optimizer.name == "muon" else groups
 
 

@@ -17,6 +17,7 @@ from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
+from shoal.lora.adapters import describe_adapters
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.quantised.layers import describe_layers
 from shoal.recipes.recipe import similar_methods
@@ -145,6 +146,8 @@ class Report:
                 quantised,
                 tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb"))),
             )
+        if adapters := describe_adapters(session.meta_model or session.model):
+            yield "adapters", adapters, tuple(key for key in sources if key.startswith("lora."))
         if session.mode:
             yield "mode", session.mode, ()
         if mixing := mixing_modules(session.model):

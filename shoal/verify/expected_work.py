@@ -13,6 +13,8 @@ from math import ceil, inf, prod
 from shoal.config.batch import accumulation, leaves_one
 from shoal.config.layout import Layout
 from shoal.config.mesh import data_size
+from shoal.lora.adapters import is_adapter_tensor
+from shoal.lora.layers import ADAPTER
 from shoal.types import BatchPhase
 
 # The names that torch's dispatcher has for the collectives.
@@ -96,10 +98,17 @@ class Case:
         """The fraction of a step's samples, including fillers, on the rank that runs the most."""
         if self.layout.compile:
             return None  # torch's FLOP counter does not see compiled matrix products
+        if any(name.endswith(f".lora_magnitude_vector.{ADAPTER}.weight") for name in self.shapes):
+            return None  # DoRA measures weights in every micro-batch, whatever its size
         batch_size, samples = self.batches.batch_size, self.batches.global_batch_size
         joined = batch_size == 2 and leaves_one(samples, batch_size)  # a micro-batch of three; see `num_runs`
         fraction = min(1.0, (self.micro_batches * batch_size + joined) / samples)
-        return fraction * 4 / 3 if self.recomputes else fraction
+        if not self.recomputes:
+            return fraction
+        # A matrix product costs the forward, the gradient of its input, and that of its weight if that is trained.
+        matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
+        trained = self.numel([name for name in matrices if name in self.trained]) / max(self.numel(matrices), 1)
+        return fraction * (3 + trained) / (2 + trained)
 
     def numel(self, names: Collection[str]) -> int:
         """Returns the number of elements of these parameters."""
@@ -112,14 +121,27 @@ class Case:
     def held(self, shards: int, tensor_ranks: int = 1) -> float:
         """Returns the fraction of all parameters on the rank that holds the most.
 
-        Tensor parallelism splits all parameters except vectors over `tensor_ranks`; what is left is sharded along its
-        first dimension.
+        Tensor parallelism splits all parameters over `tensor_ranks`, except vectors and half of the adapters' matrices;
+        what is left is sharded along its first dimension.
         """
         total = self.nbytes(self.shapes)
         vectors = self.nbytes([name for name, shape in self.shapes.items() if len(shape) < 2])
+        whole = vectors + self.nbytes(self.adapters) if tensor_ranks > 1 else vectors
         padded = (_padded(s, tensor_ranks * shards) * self.itemsizes.get(n, 4) for n, s in self.shapes.items())
         padding = sum(padded) / total
-        return padding * ((total - vectors) / tensor_ranks + vectors) / shards / total
+        return padding * ((total - whole) / tensor_ranks + whole) / shards / total
+
+    @property
+    def adapters(self) -> list[str]:
+        """The matrices of adapters, of which tensor parallelism may split none."""
+        return [name for name, shape in self.shapes.items() if len(shape) > 1 and is_adapter_tensor(name)]
+
+    def tensor_flops(self, tensor_ranks: int) -> float:
+        """Returns the fraction of the matrix products that tensor parallelism leaves each rank."""
+        # The weights of adapters are trained, which is a third product beside two of a frozen weight.
+        adapters = 3 * self.numel(self.adapters)
+        split = 2 * (self.numel(self.shapes) - self.numel(self.adapters))
+        return (split / tensor_ranks + adapters) / (split + adapters)
 
     def sent(self, names: Collection[str], dtype: str, shards: int) -> float:
         """Returns the bytes that one all-gather of these parameters, or one reduction of their gradients, sends, as a
@@ -192,7 +214,7 @@ def _mesh(case: Case) -> ExpectedWork:
     mesh = case.layout.mesh
     # Layers cannot always be divided evenly: a stage may have up to halfway between 1/pp and everything.
     stage = 1 / mesh["pp"] + (1 - 1 / mesh["pp"]) / 2 if mesh["pp"] > 1 else 1
-    flops = case.flops and case.flops * stage / (mesh["tp"] * mesh["cp"])
+    flops = case.flops and case.flops * stage * case.tensor_flops(mesh["tp"]) / mesh["cp"]
     held = case.held(mesh["dp_shard"] * mesh["cp"], mesh["tp"]) * stage
     in_tp = [ALL_GATHER, REDUCE_SCATTER] if case.layout.sequence_parallel else [ALL_REDUCE]
     required = {"tp": in_tp, "cp": [ALL_TO_ALL], "pp": ["send", "recv"]}

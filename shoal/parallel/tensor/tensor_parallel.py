@@ -118,6 +118,8 @@ class TensorParallel:
             case "row":
                 view_parameters(module, local, hidden=("bias",))
                 add_layer(module, self._leaving)
+                if hasattr(module, "sum_over_inputs"):  # a layer that needs whole rows of its weight, such as DoRA's
+                    module.sum_over_inputs = self._sum  # type: ignore[assignment]
                 if module._parameters.get("bias") is not None:  # added once, after the sum over ranks
                     add_layer(module, lambda forward, *args: forward(*args) + self._shared(module._parameters["bias"]))
             case "vocabulary" if isinstance(module, nn.Embedding):
@@ -151,6 +153,9 @@ class TensorParallel:
         """Changes what a module returns; the first of several outputs, since attention also returns its weights."""
         output = forward(*args, **kwargs)
         return (self.leave(output[0]), *output[1:]) if isinstance(output, tuple) else self.leave(output)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        return sum_over(tensor, self.group)
 
     def _view_used_in_part(self, parameter: Tensor) -> Tensor:
         """Returns this rank's part of a split parameter; the gradients of a whole one are summed over ranks."""

@@ -34,6 +34,8 @@ class CausalLMConfig(QuantisationKeys):
     """With a `name`: run the model code that comes with the weights."""
     attn_implementation: Literal["eager", "sdpa"] | None = None
     """Default: what transformers chooses for the model."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """With `lora:`, the type in which frozen weights are kept. Trained weights are fp32. Default: fp32."""
 
     @model_validator(mode="after")
     def _check_name_or_config(self) -> CausalLMConfig:
@@ -51,6 +53,20 @@ class CausalLMConfig(QuantisationKeys):
         if self.name and self.revision is not None and is_folder(self.name):
             raise UserError(f"model.revision = {self.revision!r}: no effect with the folder {self.name}; leave it out")
         return self
+
+
+def check_lora(model: CausalLMConfig, lora: Any) -> None:
+    """Raises UserError for keys of `model:` and `lora:` that do not fit together."""
+    if lora is None and model.dtype is not None:
+        raise UserError(
+            f"model.dtype = {model.dtype}: it is the type of frozen weights, and without lora: all weights are "
+            "trained, in fp32; use training.mixed_precision, or leave it out"
+        )
+    if lora is not None and lora.use_dora and model.name is None:
+        raise UserError(
+            "lora.use_dora = true: its magnitudes start from the weights of the base, and model.config has none; give "
+            "model.name"
+        )
 
 
 def import_transformers() -> Any:

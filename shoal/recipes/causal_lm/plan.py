@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
 
+from shoal.lora.adapters import tensor_styles
+from shoal.lora.layers import AdaptedLayer
 from shoal.quantised import quantised_layers
 from shoal.recipes.causal_lm.transformers_private import undivided_classes
 from shoal.types import ParallelPlan, TensorStyle
@@ -42,6 +45,8 @@ def _blocks(model: nn.Module) -> Iterator[str]:
 def _scores_with_output_layer(model: Any) -> bool:
     """Returns whether the logits are exactly the output of a linear layer: the model does not scale or cap them."""
     keys = {key for key, value in model.config.get_text_config().to_dict().items() if value is not None}
+    if isinstance(model.get_output_embeddings(), AdaptedLayer):
+        return False
     # final_logit_softcapping (Gemma), logit_scale (Cohere), logits_scaling (Granite), lm_head_multiplier (Falcon H1)
     changed = "lm_head_multiplier" in keys or any("logit" in k and "attn" not in k and "router" not in k for k in keys)
     return isinstance(model.get_output_embeddings(), nn.Linear) and not changed
@@ -69,16 +74,25 @@ def _tensor_styles(model: Any, embed: str | None, head: str | None, output: str 
     # A module that holds columns and then rows works on shards between them.
     owners = {style: {p.rpartition(".")[0] for p, s in styles.items() if s == style} for style in ("column", "row")}
     styles |= dict.fromkeys(owners["column"] & owners["row"], "region")
-    if head is None or embed is None:
+    styles |= tensor_styles(model, lambda name: _style_of(name, styles))
+    if head is None or embed is None or isinstance(model.get_input_embeddings(), AdaptedLayer):
         return styles
     styles |= {embed: "vocabulary", head: "vocabulary"}
     if not any(hasattr(module, "exchange") for module in model.modules()):
         return styles  # this attention makes masks as long as its input, so sequences cannot be split around it
-    # In the patterns of transformers `*` stands for a number.
-    patterns = [re.compile(re.escape(pattern).replace(r"\*", r"\d+")) for pattern in styles]
-    planned = [name for name, _ in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)]
+    planned = [name for name, _ in model.named_modules() if _style_of(name, styles) is not None]
     for name, module in model.named_modules():
         inside = any(f"{name}.".startswith(f"{other}.") for other in planned)
         if next(module.parameters(recurse=False), None) is not None and not inside:
             styles[name] = "sequence"  # a norm
     return styles
+
+
+def _style_of(name: str, styles: Mapping[str, TensorStyle]) -> TensorStyle | None:
+    """Returns the style of a module, or None. In the patterns of transformers `*` stands for a number."""
+    return next((style for pattern, style in styles.items() if _pattern(pattern).fullmatch(name)), None)
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))

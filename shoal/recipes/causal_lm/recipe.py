@@ -14,13 +14,22 @@ from torch import Tensor, nn
 from shoal.data import TextDataset
 from shoal.data.hub import hub
 from shoal.errors import UserError
+from shoal.lora import LoraConfig
+from shoal.lora.adapters import (
+    add_adapters,
+    is_adapter_tensor,
+    magnitude_sources,
+    reset_with,
+    split_groups,
+)
 from shoal.models.causal_attention import use_causal_attention
 from shoal.quantised.layers import quantise_layers, quantised_reset
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import Scheme
-from shoal.quantised.sources import quantised_sources
+from shoal.quantised.sources import matrix_sources, quantised_sources
 from shoal.recipes.causal_lm.config import (
     CausalLMConfig,
+    check_lora,
     import_transformers,
     known_keys,
     make_config,
@@ -32,6 +41,7 @@ from shoal.recipes.causal_lm.quantisation import skipped_layers, stored_quantisa
 from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
+from shoal.tensors import DTYPES
 from shoal.types import ParallelPlan, Weights
 from shoal.weights import parameters_on_meta
 from shoal.weights.conversion import open_files
@@ -48,6 +58,7 @@ class CausalLMRecipe(TextRecipe):
 
     class Config(BaseModel):
         model: CausalLMConfig = Field(default_factory=CausalLMConfig)
+        lora: LoraConfig | None = None
         dataset: TextDataset = TextDataset()
 
         @model_validator(mode="before")
@@ -58,6 +69,11 @@ class CausalLMRecipe(TextRecipe):
             if isinstance(model, dict) and isinstance(dataset, dict) and isinstance(name := model.get("name"), str):
                 return {**values, "dataset": {"tokenizer": name, **dataset}}
             return values
+
+        @model_validator(mode="after")
+        def _check_lora(self) -> Any:
+            check_lora(self.model, self.lora)
+            return self
 
     def prepare_data(self) -> None:
         model, dataset = self.config.model, self.config.dataset
@@ -75,6 +91,9 @@ class CausalLMRecipe(TextRecipe):
                 f"dataset.seq_length = {dataset.seq_length}: the model has max_position_embeddings = {longest}; "
                 + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
             )
+        if self.config.lora is not None:
+            with parameters_on_meta():
+                self.build_model()  # refuses targets that match nothing, before the text is prepared
         super().prepare_data()
 
     @cached_property
@@ -142,18 +161,23 @@ class CausalLMRecipe(TextRecipe):
         if self.scheme is not None:
             key = "model.load_in_8bit" if section.load_in_8bit else "model.load_in_4bit"
             quantise_layers(model, self.scheme, skipped_layers(model, self._stored_quantisation), key)
+        if self.config.lora is not None:
+            add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"])
         return model
 
     def weights(self) -> Weights:
+        draw = quantised_reset(initialise) if self.scheme is not None else initialise
+        reset = reset_with(draw) if self.config.lora is not None else None
         if self.config.model.name is None:
-            return Weights("init", reset=quantised_reset(initialise) if self.scheme else initialise)
+            return Weights("init", reset=reset or draw)
         files = open_files(self.files)
         with parameters_on_meta():
             model = self.build_model()
         sources = quantised_sources(model, file_sources(model, files), files)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+            if not is_adapter_tensor(name):
+                names.setdefault(parameter, []).append(name)
         missing = next((tied_names[0] for tied_names in names.values() if sources.keys().isdisjoint(tied_names)), None)
         if missing is not None:
             raise UserError(
@@ -161,7 +185,12 @@ class CausalLMRecipe(TextRecipe):
                 f"{min(files, default='none')!r}): they hold a base model without its head, or another model; "
                 "save the whole model by AutoModelForCausalLM and save_pretrained"
             )
-        return Weights("files", files=self.files, sources=sources)
+        return Weights(
+            "files",
+            files=self.files,
+            sources={**sources, **magnitude_sources(model, matrix_sources(sources))},
+            reset=reset,
+        )
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
@@ -183,6 +212,10 @@ class CausalLMRecipe(TextRecipe):
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return make_plan(model)
 
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        groups = super().param_groups(model)
+        return groups if self.config.lora is None else split_groups(model, groups, self.config.lora.lora_plus_ratio)
+
     @cached_property
     def _config_without_weights(self) -> Any:
         """The text configuration that `model.config` makes, or None for a model from weights: they may not be
@@ -197,6 +230,11 @@ class CausalLMRecipe(TextRecipe):
                     f"distributed.mesh.tp = {sizes['tp']}: tensor parallelism does not split quantised layers, which "
                     f"model.{key} makes; use dp_shard, cp or pp"
                 )
+        if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
+            raise UserError(
+                f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which "
+                "would add it on every rank; leave one of them out"
+            )
         if self._config_without_weights is None:
             return
         tp, cp = (sizes.get(side, 1) for side in ("tp", "cp"))

@@ -1,0 +1,208 @@
+"""Layers with an adapter: a subclass of whatever class the layer has, with PEFT's names for the adapter's parameters.
+
+The layer keeps its class's forward, its parameters and their names, so that everything else (plans, files, sharding)
+treats it as before; `lora_A.default.weight` and `lora_B.default.weight` come beside `weight`. A quantised layer has its
+own forward and its own parameters, and gets an adapter in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ADAPTER = "default"
+"""The name that PEFT gives an adapter which has no other."""
+
+
+class Factor(nn.Linear):
+    """One of the two matrices of an adapter. Called without an input it returns a copy of its weight.
+
+    Layouts gather a module's parameters, or replace them by views, only while the module computes; so nobody else may
+    read them, and a copy is what lasts.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, draw: Callable[[Tensor], Any]) -> None:
+        self.draw = draw
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        self.draw(self.weight)
+        if self.bias is not None:
+            _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        return self.weight.detach().clone() if x is None else super().forward(x)
+
+
+class EmbeddingFactor(nn.ParameterDict):
+    """One of the two matrices of an embedding's adapter."""
+
+    def __init__(self, rows: int, columns: int, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__({ADAPTER: nn.Parameter(torch.empty(rows, columns))})
+        self.draw = draw
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.draw(self[ADAPTER])
+
+
+class Magnitude(nn.Module):
+    """The trained length of each row of a weight, for DoRA."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows))
+
+    def forward(self) -> Tensor:
+        return self.weight.clone()
+
+
+class AdaptedLayer(nn.Module):
+    """The common part of layers with an adapter."""
+
+    scaling: float
+    lora_dropout: Any
+    lora_A: Any
+    lora_B: Any
+    lora_magnitude_vector: Any
+    lora_embedding_A: Any
+    lora_embedding_B: Any
+
+
+class AdaptedLinear(AdaptedLayer):
+    """A linear layer with an adapter: base(x) + scaling · B(A(dropout(x))), or DoRA's form of it."""
+
+    sum_over_inputs: Callable[[Tensor], Tensor] | None = None
+    """Sums a tensor over the ranks that share the inputs of this layer, if tensor parallelism splits them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        first, second = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
+        dropped = self.lora_dropout[ADAPTER](x)
+        # Autocast casts by itself; to widen the input first would only cost time.
+        inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
+        update = second(first(inputs))
+        if not self.lora_magnitude_vector:
+            return torch.add(result, update, alpha=self.scaling).to(result.dtype)
+        # DoRA: m / ‖W + scaling · BA‖ · (W + scaling · BA) x, and the bias. In what it adds to the base's output, PEFT
+        # also drops inputs of the base.
+        bias = getattr(self, "bias", None)
+        base = result if dropped is x else super().forward(dropped)
+        if bias is not None:
+            base = base - bias
+        factor = self.lora_magnitude_vector[ADAPTER]() / self._row_lengths(first(), second())
+        return (result + (factor - 1) * base + factor * update * self.scaling).to(result.dtype)
+
+    @torch.no_grad()
+    def _row_lengths(self, first: Tensor, second: Tensor) -> Tensor:
+        """Returns the length of each row of the adapted weight. No gradient goes through it."""
+        with torch.autocast(first.device.type, enabled=False):
+            weight = plain_weight(self).to(first.dtype)
+            squares = torch.addmm(weight, second, first, alpha=self.scaling).square().sum(1)
+            if self.sum_over_inputs is not None:
+                squares = self.sum_over_inputs(squares)
+            return squares.sqrt()
+
+
+class AdaptedEmbedding(AdaptedLayer):
+    """An embedding with an adapter: each token also looks up a row of A, which B widens."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = super().forward(tokens)
+        first, second = self.lora_embedding_A[ADAPTER], self.lora_embedding_B[ADAPTER]
+        update = F.embedding(tokens, first.mT, getattr(self, "padding_idx", None)) @ second.mT
+        scale = getattr(self, "embed_scale", 1.0)  # Gemma's embedding multiplies what it finds
+        return torch.add(result, update * scale, alpha=self.scaling).to(result.dtype)
+
+
+def add_to_linear(
+    module: nn.Module, rank: int, scaling: float, dropout: float, bias: bool, dora: bool, init: bool | str
+) -> None:
+    """Gives a linear layer an adapter."""
+    in_features, out_features = linear_sizes(module)
+    first, second = _draws(init, rank)
+    _attach(
+        module,
+        AdaptedLinear,
+        scaling,
+        lora_dropout=nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()}),
+        lora_A=nn.ModuleDict({ADAPTER: Factor(in_features, rank, False, first)}),
+        lora_B=nn.ModuleDict({ADAPTER: Factor(rank, out_features, bias, second)}),
+        lora_magnitude_vector=nn.ModuleDict({ADAPTER: Magnitude(out_features)} if dora else {}),
+    )
+
+
+def add_to_embedding(module: nn.Embedding, rank: int, scaling: float) -> None:
+    """Gives an embedding an adapter."""
+    _attach(
+        module,
+        AdaptedEmbedding,
+        scaling,
+        lora_embedding_A=EmbeddingFactor(rank, module.num_embeddings, nn.init.zeros_),
+        lora_embedding_B=EmbeddingFactor(module.embedding_dim, rank, nn.init.normal_),
+    )
+
+
+def _attach(module: Any, kind: type[AdaptedLayer], scaling: float, **parts: nn.Module) -> None:
+    module.__class__ = _adapted_class(type(module), kind)  # type: ignore[arg-type]  # mypy on hashing a type
+    module.scaling = scaling
+    for name, part in parts.items():
+        module.add_module(name, part.train(module.training))
+
+
+def detach(module: Any) -> None:
+    """Takes the adapter off a layer, which then is what it was before."""
+    for name in [name for name, _ in module.named_children() if name.startswith("lora_")]:
+        delattr(module, name)
+    del module.scaling
+    module.__class__ = type(module).__bases__[1]
+
+
+@cache
+def _adapted_class(kind: Any, adapted: Any) -> Any:
+    """Returns the class of a layer with an adapter; one for each class, so that torch.compile shares graphs."""
+    return type(f"Lora{kind.__name__}", (adapted, kind), {})
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module multiplies by one matrix: a Linear, transformers' Conv1D, or a quantised layer."""
+    return type(module).__name__ == "Conv1D" or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+
+
+def linear_sizes(module: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of a linear layer."""
+    if hasattr(module, "in_features"):
+        return module.in_features, module.out_features
+    in_features, out_features = module.weight.shape  # a Conv1D stores its weight transposed
+    return in_features, out_features
+
+
+def plain_weight(module: Any) -> Tensor:
+    """Returns the weight of a linear layer as (outputs, inputs). A quantised layer has a method `dequantise`."""
+    if hasattr(module, "dequantise"):
+        weight: Tensor = module.dequantise()
+        return weight
+    weight = module.weight
+    return weight if hasattr(module, "in_features") else weight.mT
+
+
+def _draws(init: bool | str, rank: int) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
+    """Returns the functions that draw the two matrices of an adapter, as PEFT does."""
+    if init == "gaussian":
+        return lambda weight: nn.init.normal_(weight, std=1 / rank), nn.init.zeros_
+    return draw_uniform, nn.init.zeros_ if init else draw_uniform
+
+
+def draw_uniform(weight: Tensor) -> Tensor:
+    """Draws a weight as torch's Linear does."""
+    return nn.init.kaiming_uniform_(weight, a=sqrt(5))
+
+
+def _draw_bias(bias: Tensor, in_features: int) -> None:
+    nn.init.uniform_(bias, -1 / sqrt(in_features), 1 / sqrt(in_features))

@@ -1,0 +1,139 @@
+"""PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors, written and read.
+
+PEFT puts `base_model.model.` before the names of tensors and leaves out the name of the adapter. In the metadata of the
+safetensors file shoal also keeps the digests of the base's tensors, which PEFT does not look at: a name of a base says
+less.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.errors import UserError, as_user_error
+from shoal.lora.adapters import adapted_layers
+from shoal.lora.config import LoraConfig
+from shoal.lora.layers import ADAPTER
+from shoal.lora.targets import find_targets, scale_by_pattern, target_names
+from shoal.weights.conversion import open_safetensors
+from shoal.weights.regular_files import read_json_text
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_DIGESTS = "shoal_base_sha256"
+_OWN_KEYS = {"lora_plus_ratio", "rank", "alpha", "dropout"}
+"""Keys of the section `lora:` that PEFT's config does not have."""
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Returns whether a folder has an adapter as PEFT saves it."""
+    return (folder / CONFIG).is_file() and (folder / TENSORS).is_file()
+
+
+def name_in_folder(model: nn.Module, name: str) -> str:
+    """Returns PEFT's name for a trained tensor of a model."""
+    owner, _, key = name.rpartition(".")
+    if f".{ADAPTER}" in name:
+        short = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
+        return _PREFIX + short.replace(f".{ADAPTER}", "", 1)
+    is_adapted = owner in dict(adapted_layers(model))
+    return _PREFIX + (f"{owner}.base_layer.{key}" if is_adapted else name)
+
+
+def name_in_model(name: str) -> str:
+    """Returns the name in the model of a tensor in PEFT's folder; the inverse of `name_in_folder`."""
+    name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    name = re.sub(r"\.(lora_[AB])\.(weight|bias)$", rf".\1.{ADAPTER}.\2", name)
+    name = re.sub(r"\.(lora_embedding_[AB])$", rf".\1.{ADAPTER}", name)
+    return re.sub(r"\.lora_magnitude_vector(\.weight)?$", f".lora_magnitude_vector.{ADAPTER}.weight", name)
+
+
+def config_for_peft(plain_model: Any, lora: LoraConfig, base: str | None, revision: str | None) -> dict[str, Any]:
+    """Returns the content of adapter_config.json. `plain_model` is the model without adapters."""
+    names = target_names(plain_model, lora)
+    if lora.target_modules == "all-linear":  # the ends of the names, if they mean the same modules
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        alike = find_targets(plain_model, lora.model_copy(update={"target_modules": ends}))
+        names = ends if alike.keys() == find_targets(plain_model, lora).keys() else names
+    transposed = any(type(module).__name__ == "Conv1D" for module in plain_model.modules())
+    fields = lora.model_dump(exclude=_OWN_KEYS | {"target_modules"}, exclude_none=True)
+    fields = {
+        key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in fields.items()
+    }
+    with suppress(PackageNotFoundError):
+        fields["peft_version"] = version("peft")
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "inference_mode": True,
+        "fan_in_fan_out": transposed,
+        "target_modules": names,
+        **fields,
+    }
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base_digests: Mapping[str, str]
+) -> None:
+    """Writes both files; `tensors` have PEFT's names, `base_digests` the names in the model."""
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / TENSORS, {"format": "pt", _DIGESTS: json.dumps(base_digests, sort_keys=True)})
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors in PEFT's folder, by their names in the model."""
+    file = open_safetensors(folder / TENSORS)
+    return {name_in_model(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
+
+
+def check_adapter(
+    where: str, folder: Path, model: nn.Module, base_digests: Mapping[str, str], base_folders: set[Path]
+) -> None:
+    """Raises UserError if an adapter is for another base than this model's, or is scaled otherwise.
+
+    `base_digests` are those of the model's frozen tensors, by name; `base_folders` are where these were read.
+    """
+    with as_user_error(f"{where}: {CONFIG} cannot be read", OSError, ValueError):
+        config = json.loads(read_json_text(folder / CONFIG, follow_links=True))
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UserError(f"{where}: it holds an adapter of kind {kind!r}; give a LoRA")
+    digests = json.loads((open_safetensors(folder / TENSORS).metadata() or {}).get(_DIGESTS, "{}"))
+    base = config.get("base_model_name_or_path")
+    differing = [name for name, digest in digests.items() if base_digests.get(name, digest) != digest]
+    if differing or (not digests and base and base_folders and not any(_is_named(base, f) for f in base_folders)):
+        why = f": {min(differing)} differs" if differing else ""
+        raise UserError(
+            f"{where}: the adapter was trained on the base {base!r}, and this run's base is "
+            f"{', '.join(map(str, sorted(base_folders)))}{why}; set model.name to the adapter's base"
+        )
+    for name, module in adapted_layers(model):
+        scaling = scale_by_pattern(config, name)
+        if abs(scaling - module.scaling) > 1e-6 * abs(scaling):
+            raise UserError(
+                f"{where}: its adapter of {name} is scaled by {scaling:g}, and lora: says {module.scaling:g}; set "
+                f"lora.r = {config.get('r')}, lora.lora_alpha = {config.get('lora_alpha')} and the patterns as in its "
+                f"{CONFIG}"
+            )
+
+
+def _is_named(base: str, folder: Path) -> bool:
+    """Returns whether a folder with weights is what an adapter calls its base: the same path, the same last name, or
+    the cache of that repository."""
+    path = Path(base).expanduser()
+    return (
+        path.resolve() == folder.resolve()
+        or path.name == folder.name
+        or f"models--{base.replace('/', '--')}" in folder.parts
+    )

@@ -1,0 +1,224 @@
+"""Adapters: PEFT's rules, names, forward and gradients; the section `lora:`; first values by name."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.config import check_run
+from shoal.errors import UserError
+from shoal.lora import LoraConfig
+from shoal.lora.adapters import add_adapters, merge_adapters
+from shoal.lora.config import OTHER_NAMES
+from shoal.lora.peft_folder import config_for_peft, name_in_folder, name_in_model
+from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.weights import build, materialise
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 64,
+}
+TOKENS = torch.arange(18).view(2, 9) * 5 % 64
+KINDS: dict[str, dict[str, Any]] = {
+    "all linear layers": {"r": 4, "target_modules": "all-linear"},
+    "dora": {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "patterns": {
+        "target_modules": "auto",
+        "bias": "lora_only",
+        "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 5},
+    },
+    "an embedding": {"target_modules": ["embed_tokens", "o_proj"], "use_rslora": True, "bias": "all"},
+    "some layers": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"], "layers_to_transform": [0, 2]},
+    "layers by their list": {"target_modules": ["v_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+    "a regular expression": {
+        "target_modules": r".*\.1\..*_proj",
+        "exclude_modules": ["k_proj", "gate_proj"],
+        "lora_bias": True,
+    },
+    "conv1d": {"r": 2, "target_modules": ["c_attn", "c_fc"], "use_dora": True},
+}
+
+
+def base_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "conv1d":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dict.fromkeys(DROPOUTS, 0.0)))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, attention_bias=True))
+
+
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_gradients_and_names_are_those_of_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    base, lora = base_model(kind), LoraConfig(**KINDS[kind])
+    config = config_for_peft(base, lora, None, None)
+    theirs: Any = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**{**config, "inference_mode": False}))
+    add_adapters(base, lora)
+    mine = trained(base)
+    names = {name_in_folder(base, name): name for name in mine}
+    saved = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    assert names.keys() == saved.keys()
+    assert all(name_in_model(there) == here for there, here in names.items())
+    generator = torch.Generator().manual_seed(1)
+    for there, here in names.items():
+        drawn = torch.randn(mine[here].shape, generator=generator) / 5
+        saved[there] = saved[there] * (1 + drawn.abs()) if "magnitude" in here else saved[there] + drawn
+        mine[here].data.copy_(saved[there])
+    peft.set_peft_model_state_dict(theirs, saved)
+    outputs = [model(input_ids=TOKENS, labels=TOKENS) for model in (base, theirs)]
+    for output in outputs:
+        output.loss.backward()
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, rtol=1e-5, atol=1e-6)
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert len(gradients) == len(mine)
+    for name, gradient in gradients.items():
+        here = name_in_model(name.replace(".default", "").replace("modules_to_save.", ""))
+        torch.testing.assert_close(mine[here].grad, gradient, rtol=1e-4, atol=1e-6)
+    if not lora.lora_bias:
+        merge_adapters(base)
+        assert not any("lora" in name for name in base.state_dict())
+        torch.testing.assert_close(base(input_ids=TOKENS).logits, outputs[0].logits, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_on_the_adapter_alone() -> None:
+    base = base_model("llama").train()
+    plain = base(input_ids=TOKENS).logits
+    add_adapters(base, LoraConfig(target_modules="all-linear", lora_dropout=0.5))
+    torch.testing.assert_close(base(input_ids=TOKENS).logits, plain)  # B is zero
+    for name, parameter in trained(base).items():
+        if ".lora_B." in name:
+            nn.init.ones_(parameter)
+    first, second = (base(input_ids=TOKENS).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    base.eval()
+    assert torch.equal(base(input_ids=TOKENS).logits, base(input_ids=TOKENS).logits)
+
+
+def make_recipe(**lora: Any) -> CausalLMRecipe:
+    tree = {"model": {"config": {"model_type": "llama", **TINY}}, "lora": lora}
+    return CausalLMRecipe(CausalLMRecipe.Config.model_validate(tree))
+
+
+def first_values(**lora: Any) -> dict[str, Tensor]:
+    recipe = make_recipe(**lora)
+    model, weights = build(recipe.build_model, recipe.weights(), 3)
+    assert weights.kind == "init", weights.reason
+    materialise(model, torch.device("cpu"), 3, weights)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_first_values_depend_on_the_name_alone() -> None:
+    """A module draws the same values whatever other modules have adapters; so does the frozen base."""
+    some, all_ = first_values(target_modules=["v_proj"]), first_values(target_modules="all-linear")
+    assert some.keys() < all_.keys()
+    assert all(torch.equal(value, all_[name]) for name, value in some.items())
+    a = some["model.layers.0.self_attn.v_proj.lora_A.default.weight"]
+    assert a.abs().max() <= 32**-0.5  # as nn.Linear draws
+    assert not torch.equal(a, some["model.layers.1.self_attn.v_proj.lora_A.default.weight"])
+    assert not some["model.layers.0.self_attn.v_proj.lora_B.default.weight"].any()
+    gaussian = first_values(target_modules=["v_proj"], init_lora_weights="gaussian", r=4)
+    assert abs(gaussian["model.layers.0.self_attn.v_proj.lora_A.default.weight"].std() - 0.25) < 0.08
+    both = first_values(target_modules=["v_proj"], init_lora_weights=False)
+    assert both["model.layers.0.self_attn.v_proj.lora_B.default.weight"].any()
+
+
+def test_frozen_weights_may_be_kept_in_half_precision() -> None:
+    tree = {
+        "model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"},
+        "lora": {"target_modules": ["q_proj"]},
+    }
+    model = CausalLMRecipe(CausalLMRecipe.Config.model_validate(tree)).build_model()
+    dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    model(input_ids=TOKENS).logits.float().sum().backward()
+    assert all(p.grad is not None for p in trained(model).values())
+
+
+def test_every_field_of_peft_is_a_key() -> None:
+    peft = pytest.importorskip("peft")
+    declared = LoraConfig.model_fields.keys() - OTHER_NAMES.keys() - {"lora_plus_ratio"}
+    assert {field.name for field in fields(peft.LoraConfig)} == declared
+
+
+def test_other_spellings() -> None:
+    lora = LoraConfig(rank=3, alpha=6, dropout=0.1)
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank) == (3, 6, 0.1, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rank": 3, "r": 4}, "lora: rank = 3 and r = 4 are the same key; give one of them"),
+        ({"init_lora_weights": "pissa"}, "lora.init_lora_weights: is not supported: it needs more than"),
+        ({"target_parameters": ["experts"]}, "lora.target_parameters: is not supported: adapters are put on modules"),
+        ({"use_qalora": True}, "lora.use_qalora: is not supported"),
+        ({"lora_apha": 3}, "lora.lora_apha is not a key; did you mean lora.lora_alpha?"),
+        ({"use_dora": True}, "lora.use_dora = true: its magnitudes start from the weights of the base"),
+        ({"layers_to_transform": [1]}, "layers_to_transform is for a list of target_modules"),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> None:
+    tree = {"recipe": "causal_lm", "model": {"config": {"model_type": "llama", **TINY}}, "training": {"max_steps": 1}}
+    with pytest.raises(UserError, match=words):
+        check_run({**tree, "lora": keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"target_modules": ["q_prj", "vproj"]},
+            r"lora.target_modules = \[q_prj, vproj\]: no module of the model matches; did you mean q_proj, v_proj\?",
+        ),
+        ({"target_modules": ["zzz"]}, "no module of the model matches; it has q_proj, k_proj, v_proj, o_proj"),
+        ({"target_modules": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot have an adapter"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, "layers_to_transform leave none of the modules"),
+        (
+            {"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}},
+            "lora.rank_pattern: 'v_proj' matches no module",
+        ),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}, "no such module; did you mean lm_head"),
+        ({"target_modules": ["q_proj"], "bias": "all"}, "lora.bias = all: the model has no such biases"),
+        ({"target_modules": ["embed_tokens"], "lora_bias": True}, "lora.lora_bias = true is not for the embedding"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_recipe(**keys).build_model()
+
+
+def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:
+    config = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
+    keys = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    with pytest.raises(UserError, match=r"lm_head is tied to model.embed_tokens, .* lora.ensure_weight_tying: true"):
+        add_adapters(transformers.LlamaForCausalLM(config), LoraConfig(**keys))
+    model = transformers.LlamaForCausalLM(config)
+    add_adapters(model, LoraConfig(**keys, ensure_weight_tying=True))
+    assert model.model.embed_tokens.weight.requires_grad
+
+
+def test_a_type_for_frozen_weights_needs_some() -> None:
+    tree = {"recipe": "causal_lm", "model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"}}
+    with pytest.raises(UserError, match=r"model.dtype = bf16: it is the type of frozen weights"):
+        check_run({**tree, "training": {"max_steps": 1}})

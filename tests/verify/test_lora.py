@@ -1,0 +1,95 @@
+"""LoRA and DoRA compute the same training in every layout as on one device, and the frozen base is sharded too."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+
+from shoal.config import Run, check_run
+from shoal.verify import prove
+from verify.runs import failed, llama, runner_on
+
+transformers = pytest.importorskip("transformers")
+
+ALL_LINEAR = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+DORA = {**ALL_LINEAR, "use_dora": True}
+KINDS = [pytest.param(ALL_LINEAR, id="lora"), pytest.param(DORA, id="dora")]
+
+
+def adapted(tmp_path: Path, lora: dict[str, Any], distributed: dict[str, Any] | None = None, **training: Any) -> Run:
+    """Returns a run that trains adapters beside the saved weights of a small Llama."""
+    tree = llama(tmp_path, distributed, **training).tree()
+    folder = tmp_path.parent / "llama_base"
+    if not folder.exists():
+        torch.manual_seed(0)
+        keys = {key: value for key, value in tree["model"]["config"].items() if key != "model_type"}
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**keys)).save_pretrained(folder)
+    tree["model"] = {"name": str(folder)}
+    tree["dataset"]["tokenizer"] = "bytes"
+    return check_run({**tree, "lora": lora})
+
+
+def test_dora_in_two(tmp_path: Path, pool2: Pool) -> None:
+    """DoRA has all parts of LoRA; the slow tests prove both in all layouts."""
+    run = adapted(tmp_path, DORA, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["fsdp", "tp_sp", "pp"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+def test_lora_shares_the_work_of_tensor_parallel_ranks(tmp_path: Path, pool2: Pool) -> None:
+    run = adapted(tmp_path, ALL_LINEAR, global_batch_size=7, gradient_accumulation=2)
+    (verdict,) = prove(run, 2, ["tp"], steps=2, runner=runner_on(pool2, adamw=False))
+    assert failed(verdict) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", KINDS)
+def test_all_layouts_in_two(tmp_path: Path, pool2: Pool, lora: dict[str, Any]) -> None:
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    layouts = ["single", "ddp", "fsdp", "tp", "tp_sp", "cp", "pp"]
+    layouts += ["fsdp_shard_grad_op", "fsdp_no_shard", "pp_gpipe", "pp_interleaved", "pp_zbv"]
+    for verdict in prove(run, 2, layouts, runner=runner_on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", KINDS)
+def test_layouts_in_four(tmp_path: Path, pool4: Pool, lora: dict[str, Any]) -> None:
+    run = adapted(tmp_path, lora, global_batch_size=17, gradient_accumulation=4)
+    layouts = ["fsdp_hybrid", "tp_fsdp", "tp_ddp", "pp_fsdp", "pp_ddp", "pp_tp", "cp_fsdp"]
+    for verdict in prove(run, 4, layouts, runner=runner_on(pool4)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+def test_three_dimensions_on_eight(tmp_path: Path) -> None:
+    run = adapted(tmp_path, DORA, global_batch_size=17, gradient_accumulation=4)
+    with Pool(8, scratch=tmp_path) as pool8:
+        (verdict,) = prove(run, 8, ["pp_tp_fsdp"], runner=runner_on(pool8))
+    assert failed(verdict) == {}
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", KINDS)
+def test_zero(tmp_path: Path, pool2: Pool, lora: dict[str, Any]) -> None:
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["zero_1", "zero_2", "zero_3"], runner=runner_on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+def test_a_stage_without_adapters_and_modules_that_are_trained_whole(tmp_path: Path, pool2: Pool) -> None:
+    lora = {"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [3]}
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["pp", "pp_zbv"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict) == {}, verdict.layout
+    lora = {"r": 2, "target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head"]}
+    run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
+    for verdict in prove(run, 2, ["tp", "fsdp"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict).keys() <= {"parameter bytes", "matmul FLOPs"}, verdict.layout
