@@ -245,7 +245,7 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     """Writes a folder for transformers with model and tokenizer, and returns notes for the user."""
     recipe = _recipe(source.checkpoint)
     model = build_model(recipe, source)
-    tokens, quantised = _some_tokens(model), bool(quantised_layers(model))
+    tokens, quantised, trained_dtype = _some_tokens(model), bool(quantised_layers(model)), model.dtype
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
         merged, distance = _merge(model, source) if has_adapters(model) else None, ""
@@ -271,7 +271,8 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         elif (differs := _first_difference(merged, reloaded.state_dict())) is not None:
             raise UserError(f"{differs} differs in the exported file; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    how = _compare_logits(logits, expected_logits, dtype)
+    # A merged model may be fp32 where the one that was trained computed in half precision.
+    how = _compare_logits(logits, expected_logits, trained_dtype if quantised and dtype == torch.float32 else dtype)
     if merged is not None:
         notes = (f"adapters are merged into the {source.merge_into} weights{distance}", *notes)
     whose = "of the merged model" if distance else "of the checkpoint's model"
@@ -306,14 +307,15 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
     except ImportError:
         raise UserError("--to peft: the package peft is missing; run `pip install shoal[hf]`") from None
     model = build_model(recipe, source)
-    tokens = _some_tokens(model)
+    tokens, quantised = _some_tokens(model), bool(quantised_layers(model))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     tensors = {name_in_folder(model, name): source.read(name) for name in trained}
     source.num_written = len(tensors)
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
         remove_adapters(model)
-        dequantise(model)  # PEFT knows bitsandbytes' own layers alone
+        if quantised:
+            dequantise(model, model.dtype)  # PEFT knows bitsandbytes' own layers alone
         name, revision = recipe.config.model.name, recipe.config.model.revision
         digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
         write_adapter(folder, tensors, config_for_peft(model, recipe.config.lora, name, revision), digests)
@@ -325,7 +327,7 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         if (differs := _first_difference(tensors, found)) is not None:
             raise UserError(f"{differs} is another tensor when PEFT has read it; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    how = _compare_logits(logits, expected_logits, next(iter(tensors.values())).dtype)
+    how = _compare_logits(logits, expected_logits, model.dtype if quantised else next(iter(tensors.values())).dtype)
     return (f"opened by PEFT, its logits equal those of the checkpoint's model {how}", *notes)
 
 

@@ -181,13 +181,16 @@ def _sharded(case: Case) -> ExpectedWork:
 def _zero(case: Case) -> ExpectedWork:
     """For DeepSpeed's ZeRO, which splits the flattened parameters at any element."""
     zero, ranks = case.layout.zero, case.layout.world_size
-    total, trained = case.numel(case.shapes), case.numel(case.trained)
+    total, trained = case.nbytes(case.shapes), case.numel(case.trained)
 
     def split(names: Collection[str]) -> int:
         """Returns the elements on the rank that has the most. Stage 3 splits each parameter, the other stages split all
         parameters as one tensor."""
         pieces = [[name] for name in names] if zero.stage == 3 else [names]
         return sum(ceil(case.numel(piece) / ranks) for piece in pieces)
+
+    def split_bytes(names: Collection[str]) -> int:
+        return sum(ceil(case.numel([name]) / ranks) * case.itemsizes.get(name, 4) for name in names)
 
     trained_here = split(case.trained)
     reductions = 1 if zero.stage == 1 else case.micro_batches
@@ -196,15 +199,15 @@ def _zero(case: Case) -> ExpectedWork:
     if zero.stage < 3:
         collectives = {ALL_REDUCE: Range.exactly(reductions)}
         return ExpectedWork(
-            (total + offloaded) / total, case.flops, collectives, state_bytes=(trained_here + 2) / trained
+            (total + 4 * offloaded) / total, case.flops, collectives, state_bytes=(trained_here + 2) / trained
         )
     whole = {n for n, shape in case.shapes.items() if prod(shape) <= zero.stage3_param_persistence_threshold}
-    gathered = case.micro_batches * ranks * split(case.shapes.keys() - whole) / trained
+    gathered = case.micro_batches * ranks * split_bytes(case.shapes.keys() - whole) / case.nbytes(case.trained)
     collectives = {
         ALL_GATHER: Range(gathered, (3 if case.recomputes else 2) * gathered),
         REDUCE_SCATTER: Range.exactly(reductions * ranks * trained_here / trained),
     }
-    held = (split(case.shapes) + offloaded + case.numel(whole)) / total
+    held = (split_bytes(case.shapes) + 4 * offloaded + case.nbytes(whole)) / total
     return ExpectedWork(held, case.flops, collectives, state_bytes=trained_here / trained)
 
 

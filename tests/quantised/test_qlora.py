@@ -92,7 +92,7 @@ def test_layouts(pool2: Pool, tmp_path: Path, folder: Path, use_dora: bool) -> N
     model = {"name": str(folder), "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     tree = on_text(tmp_path, "causal_lm", model, {"deepspeed": ALL_SPLIT}, global_batch_size=6).tree()
     tree["dataset"]["tokenizer"] = "bytes"
-    run = check_run({**tree, "lora": {**LORA, "use_dora": use_dora, "init_lora_weights": False}})
+    run = check_run({**tree, "lora": {**LORA, "use_dora": use_dora, "init_lora_weights": use_dora}})
     for verdict in prove(
         run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op", "zero_1", "zero_2", "zero_3"], runner=runner_on(pool2)
     ):
