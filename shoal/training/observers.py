@@ -19,6 +19,8 @@ from shoal.training.session import Session
 
 FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
 """Metrics that would only make the console's line longer."""
+VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
+"""Endings of metrics that differ between any two runs."""
 
 
 class Warnings:
