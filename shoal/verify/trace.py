@@ -224,8 +224,8 @@ class _Tracer:
         self.trace.adamw_weights = whole(self.session.state().model)
 
     def update_with_own_optimizer(self, shared: Shared | None) -> None:
-        """Checks the update of the run's own optimizer, unless it is AdamW, which was checked before, or rounds its state
-        to 8 bits, by other scales in each layout."""
+        """Checks the update of the run's own optimizer, unless it is AdamW, which was checked before, or rounds its
+        state to 8 bits, by other scales in each layout."""
         chosen = self.run.config.training.optimizer
         if not self.recipe.builds_optimizer and (isinstance(chosen, AdamW) or chosen.name.endswith("_8bit")):
             return
