@@ -322,7 +322,7 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         notes = _write_tokenizer(transformers, recipe, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a base without a name, and about tied weights
-            reloaded = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+            reloaded = peft.PeftModel.from_pretrained(model, str(folder))  # with adapters in fp32
         found = peft.get_peft_model_state_dict(reloaded, save_embedding_layers=False)
         if (differs := _first_difference(tensors, found)) is not None:
             raise UserError(f"{differs} is another tensor when PEFT has read it; nothing was exported")

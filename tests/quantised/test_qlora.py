@@ -61,6 +61,7 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     assert "opened by PEFT, its logits equal those of the checkpoint's model" in notes
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_bit(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
     train_qlora(tmp_path, folder, text, 2)
     resumed = train_qlora(tmp_path, folder, text, 4)
@@ -68,6 +69,7 @@ def test_it_resumes_to_the_bit(tmp_path: Path, folder: Path, text: dict[str, Any
     assert bits(open_checkpoint(resumed).read()) == bits(open_checkpoint(whole).read())
 
 
+@pytest.mark.slow
 def test_dora_begins_with_the_lengths_of_the_dequantised_rows(folder: Path) -> None:
     values = {"model": {"name": str(folder), "load_in_4bit": True}, "lora": {**LORA, "use_dora": True}, "dataset": {}}
     model = start(CausalLMRecipe(CausalLMRecipe.Config.model_validate(values)))
@@ -77,6 +79,7 @@ def test_dora_begins_with_the_lengths_of_the_dequantised_rows(folder: Path) -> N
     torch.testing.assert_close(model(tokens(1, 8)).logits, plain(tokens(1, 8)).logits)
 
 
+@pytest.mark.slow
 def test_a_base_without_originals_is_merged_into_what_it_is(tmp_path: Path, text: dict[str, Any]) -> None:
     model = {"config": {**SIZES, "vocab_size": 256}, "load_in_4bit": True}
     keys = {"recipe": "causal_lm", "lora": LORA}

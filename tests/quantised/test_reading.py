@@ -139,6 +139,7 @@ def test_a_checkpoint_refers_to_the_base_and_resumes(tmp_path: Path, folder: Pat
     assert "14 linear layers in 4 bits: nf4 with quantised scales, kept as uint8" in report
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
     tensors = load_file(folder / "model.safetensors")
     copy = tmp_path / "copy"
