@@ -39,6 +39,11 @@ def logical_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+def logical_numel(parameter: Tensor) -> int:
+    """Returns the number of weights that a parameter stands for; one of packed weights has it as an attribute."""
+    return int(getattr(parameter, "logical_numel", parameter.numel()))
+
+
 def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
     """Yields every parameter and persistent buffer once, with all the names it has (tied weights have several)."""
     found: dict[int, tuple[Tensor, list[str]]] = {}

@@ -16,21 +16,22 @@ ALLOWED: dict[str, set[str]] = {
     "observe": BASE | {"config"},
     "lora": BASE | {"config", "weights"},
     "models": set(),
+    "quantised": BASE | {"weights"},
     "callbacks": BASE | {"config", "parallel", "strategies"},
-    "recipes": BASE | {"callbacks", "models", "data", "lora", "weights"},
+    "recipes": BASE | {"callbacks", "models", "data", "lora", "quantised", "weights"},
     "processes": BASE,
     "weights": BASE,
     "parallel": BASE | {"config"},
     "transform": BASE | {"config", "parallel"},
-    "checkpoint": BASE | {"config", "lora", "parallel", "weights"},
-    "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "transform", "weights"},
+    "checkpoint": BASE | {"config", "lora", "parallel", "quantised", "weights"},
+    "strategies": BASE | {"checkpoint", "config", "parallel", "processes", "quantised", "transform", "weights"},
     "launch": BASE | {"callbacks", "checkpoint", "config", "processes", "training"},
     "training": BASE
-    | {"callbacks", "checkpoint", "config", "data", "lora", "observe", "parallel", "processes", "strategies"}
-    | {"transform", "weights"},
+    | {"callbacks", "checkpoint", "config", "data", "lora", "observe", "parallel", "processes", "quantised"}
+    | {"strategies", "transform", "weights"},
     "verify": BASE
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
-    | {"lora", "training"}
+    | {"lora", "quantised", "training"}
     | {"transform", "weights"},
     "cli": BASE | {"api", "checkpoint", "config", "launch", "processes", "training", "verify"},
 }

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.folders import discard, flush, swap_in
-from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, base_files, find_base_in
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.manifest import dtype_name
@@ -33,6 +33,8 @@ from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run, import_recipe
 from shoal.errors import UserError, as_user_error, one_line
 from shoal.lora.adapters import has_adapters, is_adapter_tensor, merge_adapters, remove_adapters
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
+from shoal.quantised import dequantise, quantised_layers
+from shoal.quantised.layers import PARTS
 from shoal.seeding import GeneratorsKept
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
 from shoal.types import Weights
@@ -161,7 +163,10 @@ class Source:
         self.num_written = len(self.tensors)
         # Buffers keep their dtype: a table of angles or a counter would be wrong if it were rounded.
         buffers = checkpoint.manifest.get("buffers")
-        kept = buffers if isinstance(buffers, list) else []
+        kept = set(map(str, buffers)) if isinstance(buffers, list) else set()
+        # So do packed weights, which are bytes in a dtype that may be floating-point.
+        packed = [name.removesuffix(".statistics") for name in self.tensors if name.endswith(".statistics")]
+        kept |= {f"{layer}.{part}" for layer in packed for part in PARTS}
         converted = dtype if merge_into is None else None  # adapters are merged as they were trained
         self.dtypes = {
             name: DTYPES[converted]
@@ -172,6 +177,16 @@ class Source:
         aliases = as_dict(checkpoint.manifest.get("tied")).items()
         self.tied = {alias: name for alias, name in aliases if name in self.tensors and alias not in self.tensors}
         """Further names of tied tensors: alias → name."""
+
+    def original(self, name: str) -> Tensor:
+        """Returns the matrix in the files that a quantised weight was made from."""
+        stored = self.tensors[name]
+        quantisation = stored.quantisation if isinstance(stored, BaseTensor) else None
+        if quantisation is None or quantisation.is_stored:
+            raise UserError(
+                "--merge-into original: the weights that the base was quantised from are not known; use dequantised"
+            )
+        return stored.files.read(stored.pieces[0])
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor in the dtype of the export."""
@@ -230,10 +245,18 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     """Writes a folder for transformers with model and tokenizer, and returns notes for the user."""
     recipe = _recipe(source.checkpoint)
     model = build_model(recipe, source)
-    tokens = _some_tokens(model)
+    tokens, quantised, trained_dtype = _some_tokens(model), bool(quantised_layers(model)), model.dtype
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
-        merged = _merge(model, source.dtype or recipe.config.model.dtype) if has_adapters(model) else None
+        merged, distance = _merge(model, source, recipe.config.model.dtype) if has_adapters(model) else None, ""
+        if quantised and merged is not None and source.merge_into == "original":
+            # What was trained computes with rounded weights, so that the merged model is another one.
+            trained_logits, expected_logits = expected_logits, _logits(recipe, model, tokens)
+            difference = (expected_logits - trained_logits).abs().max() / trained_logits.abs().max().clamp(min=1e-6)
+            distance = (
+                f": its logits differ from those of the trained model, whose base is quantised, by {difference:.1g} of "
+                "the largest; --merge-into dequantised computes what was trained"
+            )
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         attention, dtype = model.config._attn_implementation, model.dtype
         del model  # frees its memory before the exported model is loaded
@@ -248,21 +271,30 @@ def _write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         elif (differs := _first_difference(merged, reloaded.state_dict())) is not None:
             raise UserError(f"{differs} differs in the exported file; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    how = _compare_logits(logits, expected_logits, dtype)
+    # A merged model may be fp32 where the one that was trained computed in half precision.
+    how = _compare_logits(logits, expected_logits, trained_dtype if quantised and dtype == torch.float32 else dtype)
     if merged is not None:
-        notes = (f"adapters are merged into the {source.merge_into} weights", *notes)
-    return (f"its logits equal those of the checkpoint's model {how}", *notes)
+        notes = (f"adapters are merged into the {source.merge_into} weights{distance}", *notes)
+    whose = "of the merged model" if distance else "of the checkpoint's model"
+    return (f"its logits equal those {whose} {how}", *notes)
 
 
-def _merge(model: Any, dtype: str | None) -> dict[str, Tensor]:
+def _merge(model: Any, source: Source, model_dtype: str | None) -> dict[str, Tensor]:
     """Merges adapters into a model, converts all parameters to one dtype, and returns its tensors.
 
     `--merge-into` makes no difference to weights that are not quantised.
     """
-    model.float()
+    layers = quantised_layers(model)
+    for name, layer in layers.items() if source.merge_into == "original" else ():
+        layer.original = source.original(f"{name}.weight")
+    if not layers:
+        model.float()
     merge_adapters(model)
+    dequantise(model)  # layers without an adapter
+    # transformers opens a model in one dtype, and merged layers are float32
+    dtype = DTYPES[source.dtype or ("fp32" if layers else model_dtype or "fp32")]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype or "fp32"])
+        parameter.data = parameter.data.to(dtype)
     return dict(model.state_dict())
 
 
@@ -276,13 +308,15 @@ def _write_peft(source: Source, folder: Path) -> tuple[str, ...]:
     except ImportError:
         raise UserError("--to peft: the package peft is missing; run `pip install shoal[hf]`") from None
     model = build_model(recipe, source)
-    tokens, dtype = _some_tokens(model), model.dtype
+    tokens, dtype, quantised = _some_tokens(model), model.dtype, bool(quantised_layers(model))
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     tensors = {name_in_folder(model, name): tensor for name, tensor in trained.items()}
     source.num_written = len(tensors)
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
         remove_adapters(model)
+        if quantised:
+            dequantise(model, model.dtype)  # PEFT knows bitsandbytes' own layers alone
         name, revision = recipe.config.model.name, recipe.config.model.revision
         digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
         write_adapter(folder, tensors, config_for_peft(model, recipe.config.lora, name, revision), digests)

@@ -11,16 +11,23 @@ checkpoint would copy them again and again, so the manifest says in which file e
 
 The digest is one of the tensor and not of the file: the frozen base may be moved, or split into other files, and is
 still the same.
+
+A quantised weight is made again from what is in the files. Its entry says how, and from which tensors:
+
+    "q_proj.weight": {"dtype": "uint8", "shape": [8388608, 1],
+                      "quantised": {"scheme": {"bits": 4, …}, "part": "weight", "matrix": [4096, 4096], …},
+                      "from": [{"file": "/models/base.safetensors", "key": "q_proj.weight", "shape": [4096, 4096],
+                                "file_dtype": "bfloat16", "sha256": "…"}]}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +35,12 @@ from torch import Tensor, nn
 from shoal.checkpoint.manifest import dtype_name, parse_dtype, parse_lengths
 from shoal.checkpoint.peers import Peers
 from shoal.checkpoint.pieces import MappedFiles, Piece, StoredTensor, tensor_digest
-from shoal.checkpoint.regions import whole_region
+from shoal.checkpoint.regions import Region, whole_region
 from shoal.errors import UserError, one_line
+from shoal.quantised.sources import Quantisation, QuantisedSource
 from shoal.tensors import fingerprint, local_part, tensors_with_names
 from shoal.types import TrainState, Weights
-from shoal.weights.conversion import FileTensor, open_safetensors
+from shoal.weights.conversion import FileTensor, Source, open_safetensors
 from shoal.weights.from_files import sources_of
 
 if TYPE_CHECKING:
@@ -75,20 +83,37 @@ class BaseFiles(MappedFiles):
         return FrozenBaseAltered(f"{path} was altered: {one_line(error)}")
 
 
+@dataclass(frozen=True)
 class BaseTensor(StoredTensor):
-    """A tensor of a frozen base, stored as one piece. Its dtype in the file may differ from the model's."""
+    """A tensor of a frozen base, stored as one piece. Its dtype in the file may differ from the model's.
 
-    files: BaseFiles
+    A quantised one is made from its pieces, each a whole tensor in a file.
+    """
+
+    files: BaseFiles = field(repr=False, compare=False)
+    quantisation: Quantisation | None = None
+    """How a quantised tensor is made."""
 
     @property
     def source(self) -> Piece:
-        """Returns the piece that is the whole tensor."""
+        """Returns the piece that is the whole tensor, or the first one that a quantised tensor is made from."""
         return self.pieces[0]
 
     def same_as(self, other: BaseTensor) -> bool:
-        """Returns whether both have the same bytes in their files, by their digests."""
-        mine, theirs = self.source, other.source
-        return (mine.sha256, mine.dtype, mine.region) == (theirs.sha256, theirs.dtype, theirs.region)
+        """Returns whether both are made in the same way from the same bytes in their files, by their digests."""
+        mine, theirs = ([(p.sha256, p.dtype, p.region) for p in one.pieces] for one in (self, other))
+        return mine == theirs and self.quantisation == other.quantisation
+
+    def read(self, region: Region | None = None) -> Tensor:
+        if self.quantisation is None:
+            return super().read(region)
+        region = region or whole_region(self.shape)
+        whole = self.quantisation(*(self.files.read(piece) for piece in self.pieces))
+        return whole[region.slices_in(whole_region(self.shape))]
+
+    def check(self, region: Region | None = None) -> None:
+        for piece in self.pieces:
+            self.files.read(piece)
 
 
 def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
@@ -99,38 +124,57 @@ def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
     files = BaseFiles({Path(file): int(facts["bytes"]) for file, facts in about["files"].items()})
     tensors: dict[str, BaseTensor] = {}
     for name, facts in about["tensors"].items():
-        path, shape = Path(facts["file"]), parse_lengths(name, facts["shape"])
-        dtype, file_dtype = (parse_dtype(name, facts[key]) for key in ("dtype", "file_dtype"))
-        if path not in files.sizes:
-            raise ValueError(f"{name} is in {path}, which is not one of the base's files")
-        piece = Piece(path, str(facts["key"]), whole_region(shape), file_dtype, str(facts["sha256"]))
-        tensors[name] = BaseTensor(name, dtype, shape, (piece,), files)
+        quantisation = Quantisation.from_json(facts["quantised"]) if "quantised" in facts else None
+        pieces = tuple(_parse_piece(name, part) for part in (facts["from"] if quantisation else [facts]))
+        if outside := [piece.path for piece in pieces if piece.path not in files.sizes]:
+            raise ValueError(f"{name} is in {outside[0]}, which is not one of the base's files")
+        dtype, shape = parse_dtype(name, facts["dtype"]), parse_lengths(name, facts["shape"])
+        if quantisation is not None and (shape != quantisation.result_shape or not pieces):
+            raise ValueError(f"{name} has another shape than its quantisation gives")
+        tensors[name] = BaseTensor(name, dtype, shape, pieces, files, quantisation)
     return tensors
+
+
+def _parse_piece(name: str, facts: dict[str, Any]) -> Piece:
+    """Returns the piece that an entry of a manifest's `base` names."""
+    region = whole_region(parse_lengths(name, facts["shape"]))
+    return Piece(
+        Path(facts["file"]), str(facts["key"]), region, parse_dtype(name, facts["file_dtype"]), str(facts["sha256"])
+    )
 
 
 def describe_base(tensors: Mapping[str, BaseTensor]) -> dict[str, Any]:
     """Returns the manifest's entry `base`; the inverse of `parse_base`."""
-    sizes = {str(tensor.source.path): tensor.files.sizes[tensor.source.path] for tensor in tensors.values()}
+    sizes = {str(piece.path): tensor.files.sizes[piece.path] for tensor in tensors.values() for piece in tensor.pieces}
     return {
         "files": {file: {"bytes": size} for file, size in sorted(sizes.items())},
-        "tensors": {
-            name: {
-                "dtype": dtype_name(tensor.dtype),
-                "shape": [*tensor.shape],
-                "file": str(tensor.source.path),
-                "key": tensor.source.key,
-                "file_dtype": dtype_name(tensor.source.dtype),
-                "sha256": tensor.source.sha256,
-            }
-            for name, tensor in sorted(tensors.items())
-        },
+        "tensors": {name: _describe_tensor(tensor) for name, tensor in sorted(tensors.items())},
     }
+
+
+def _describe_tensor(tensor: BaseTensor) -> dict[str, Any]:
+    about = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+    pieces = [
+        {
+            "file": str(piece.path),
+            "key": piece.key,
+            "file_dtype": dtype_name(piece.dtype),
+            "sha256": piece.sha256,
+        }
+        for piece in tensor.pieces
+    ]
+    if tensor.quantisation is None:
+        return about | pieces[0]
+    shapes = [{"shape": [*piece.region.shape]} for piece in tensor.pieces]
+    made_from = [piece | shape for piece, shape in zip(pieces, shapes, strict=True)]
+    return about | {"quantised": tensor.quantisation.as_json(), "from": made_from}
 
 
 def base_files(tensors: Mapping[str, BaseTensor]) -> dict[str, str | None]:
     """Returns the files of these tensors, each with the reason why it cannot be used, or None. Reads no file."""
     problems: dict[str, str | None] = {}
-    for path, files in sorted({tensor.source.path: tensor.files for tensor in tensors.values()}.items()):
+    paths = {piece.path: tensor.files for tensor in tensors.values() for piece in tensor.pieces}
+    for path, files in sorted(paths.items()):
         problems[str(path)] = None
         try:
             files.check(path)
@@ -144,16 +188,27 @@ def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, Ba
     if not place.exists():
         raise UserError(f"--base {place}: no such file or folder")
     paths = files_by_tensor(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
-    sources, files = {name: tensor.source for name, tensor in tensors.items()}, BaseFiles()
-    if missing := [source.key for source in sources.values() if source.key not in paths]:
+    files = BaseFiles()
+    if missing := [piece.key for tensor in tensors.values() for piece in tensor.pieces if piece.key not in paths]:
         raise UserError(f"--base {place} has no tensor {missing[0]!r}, which the checkpoint refers to")
-    pieces = {name: replace(source, path=paths[source.key]) for name, source in sources.items()}
-    return {name: replace(tensor, pieces=(pieces[name],), files=files) for name, tensor in tensors.items()}
+    pieces = {name: tuple(replace(piece, path=paths[piece.key]) for piece in t.pieces) for name, t in tensors.items()}
+    return {name: replace(tensor, pieces=pieces[name], files=files) for name, tensor in tensors.items()}
 
 
 def files_by_tensor(files: Iterable[Path]) -> dict[str, Path]:
     """Returns the file of each tensor by its name in the files. Of two with one name, the later file's counts."""
     return {name: file.absolute() for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118  a file is no mapping
+
+
+class _Frozen(NamedTuple):
+    """A frozen tensor that came from files."""
+
+    keys: tuple[str, ...]
+    """The names in the files: one, or those that a quantised tensor is made from."""
+    dtype: torch.dtype
+    """The dtype in the model."""
+    shape: tuple[int, ...]
+    quantisation: Quantisation | None
 
 
 class FrozenBase:
@@ -169,14 +224,14 @@ class FrozenBase:
         self._paths = files_by_tensor(weights.files if weights.kind == "files" else ())
         self._sizes = {path: path.stat().st_size for path in self._paths.values()}
         self._peers = Peers()
-        frozen: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
+        frozen: dict[str, _Frozen] = {}
         sources = sources_of(weights, self._paths) if self._paths else {}
         for tensor, (name, *aliases) in tensors_with_names(model):
             source = next((sources[key] for key in (name, *aliases) if key in sources), None)
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            # A tensor that is made from several file tensors, or from another form of one, is always stored.
-            if is_frozen and isinstance(source, FileTensor) and _has_plain_bits(model_state[name]):
-                frozen[name] = (source.name, model_state[name].dtype, tuple(model_state[name].shape))
+            keys, quantisation = _keys_of(source)
+            if is_frozen and keys and _has_plain_bits(model_state[name]):
+                frozen[name] = _Frozen(keys, model_state[name].dtype, tuple(model_state[name].shape), quantisation)
         self._local_names = sorted(frozen)
         self._local_fingerprints = self._fingerprints(model_state)
         self.tensors = self._hash_files(frozen) if self._paths else {}
@@ -222,34 +277,34 @@ class FrozenBase:
     def _find_in_files(self, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor]:
         """Returns this run's tensors and those of `tensors` that its files hold; the latter are hashed only now."""
         unknown = {
-            name: (tensor.source.key, tensor.dtype, tensor.shape)
+            name: _Frozen(tuple(piece.key for piece in tensor.pieces), tensor.dtype, tensor.shape, tensor.quantisation)
             for name, tensor in tensors.items()
-            if name not in self.tensors and tensor.source.key in self._paths
+            if name not in self.tensors and all(piece.key in self._paths for piece in tensor.pieces)
         }
         return {**self.tensors, **(self._hash_files(unknown) if unknown else {})}
 
-    def _hash_files(self, tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, BaseTensor]:
-        """Hashes the tensors of all ranks in the files, each on one rank, and returns all of them on every rank.
-
-        `tensors` maps a name in the model to the name in the files, and the dtype and shape in the model.
-        """
+    def _hash_files(self, tensors: dict[str, _Frozen]) -> dict[str, BaseTensor]:
+        """Hashes the tensors of all ranks in the files, each on one rank, and returns all of them on every rank."""
         all_tensors = self._peers.union(tensors)
-        largest_first = sorted(all_tensors, key=lambda name: (-prod(all_tensors[name][2]), name))
-        keys = {name: all_tensors[name][0] for name in largest_first[self._peers.rank :: self._peers.size]}
+        sizes = {key: prod(tensor.shape) for tensor in all_tensors.values() for key in tensor.keys}
+        largest_first = sorted(sizes, key=lambda key: (-sizes[key], key))
+        keys = largest_first[self._peers.rank :: self._peers.size]
 
-        def hash_tensors() -> dict[str, tuple[torch.dtype, str]]:
+        def hash_tensors() -> dict[str, tuple[Region, torch.dtype, str]]:
             files = BaseFiles(self._sizes)  # forgotten after hashing: pages of mapped files count as memory
-            mapped = [files.tensor(self._paths[key], key) for key in keys.values()]
+            mapped = [files.tensor(self._paths[key], key) for key in keys]
             with ThreadPoolExecutor(HASHING_THREADS) as threads:  # hashing does not hold Python's global lock
                 digests = threads.map(tensor_digest, mapped)
-                return {name: (t.dtype, digest) for name, t, digest in zip(keys, mapped, digests, strict=True)}
+                hashed = zip(keys, mapped, digests, strict=True)
+                return {key: (whole_region(tuple(t.shape)), t.dtype, digest) for key, t, digest in hashed}
 
         hashed, files = self._peers.union(self._peers.run_together(hash_tensors)), BaseFiles(self._sizes)
+        pieces = {key: Piece(self._paths[key], key, *facts) for key, facts in hashed.items()}
         return {
             name: BaseTensor(
-                name, dtype, shape, (Piece(self._paths[key], key, whole_region(shape), *hashed[name]),), files
+                name, one.dtype, one.shape, tuple(pieces[key] for key in one.keys), files, one.quantisation
             )
-            for name, (key, dtype, shape) in all_tensors.items()
+            for name, one in all_tensors.items()
         }
 
     def _fingerprints(self, model_state: Mapping[str, Tensor]) -> Tensor:
@@ -257,6 +312,18 @@ class FrozenBase:
         return torch.stack(
             [fingerprint(local_part(model_state[name])) for name in self._local_names] or [torch.zeros(())]
         )
+
+
+def _keys_of(source: Source | None) -> tuple[tuple[str, ...], Quantisation | None]:
+    """Returns the names of the file tensors that a manifest can refer to, and how a quantised tensor is made of them.
+
+    There are none for a tensor that is joined from several, or is another form of one. It is always stored.
+    """
+    if isinstance(source, FileTensor):
+        return (source.name,), None
+    if isinstance(source, QuantisedSource) and all(isinstance(part, FileTensor) for part in source.parts):
+        return tuple(source.names()), source.quantisation
+    return (), None
 
 
 def _has_plain_bits(tensor: Tensor) -> bool:

@@ -36,6 +36,7 @@ from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, parse_base
 from shoal.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
+    QUANTISED_FORMAT,
     SECTIONS,
     dtype_name,
     parse_tensors,
@@ -251,7 +252,7 @@ def _publish_manifest(
     files = {TRAINER: {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}}
     files |= {file: facts for rank_files, _ in written for file, facts in rank_files.items()}
     manifest = {
-        "format": FORMAT if "base" in about else 1,
+        "format": _format_of(about),
         "versions": {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()},
         **({"step": step_of(folder)} if is_step_folder(folder) else {}),
         **about,
@@ -262,6 +263,13 @@ def _publish_manifest(
     for path in (beside / TRAINER, beside / MANIFEST, beside):
         flush(path)
     swap_in(beside, folder)
+
+
+def _format_of(about: dict[str, Any]) -> int:
+    """Returns the number of the oldest format that can hold what the manifest says."""
+    if "base" not in about:
+        return 1
+    return QUANTISED_FORMAT if any("quantised" in tensor for tensor in about["base"]["tensors"].values()) else FORMAT
 
 
 def _join_pieces(pieces: list[dict[str, Any]]) -> dict[str, Any]:

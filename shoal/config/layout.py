@@ -263,11 +263,15 @@ def _optimizer_contradictions(training: TrainingConfig, layout: Layout) -> Seque
         "adagrad": "DeepSpeed takes no optimizer that has state before its first step",
         "adafactor": "DeepSpeed steps flat parts of parameters, and it looks at whole tensors",
         "muon": "DeepSpeed steps flat parts of parameters, and it looks at whole matrices",
+        **dict.fromkeys(
+            ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"),
+            "DeepSpeed takes state that is tensors alone, and bitsandbytes counts steps in a number",
+        ),
     }
     return (
         (
             layout.strategy == "deepspeed" and name in reasons,
-            f"{where}: {reasons.get(name)}; use another optimizer, or strategy ddp",
+            f"{where}: {reasons.get(name)}; use another optimizer, or strategy ddp{' or fsdp' * name.endswith('bit')}",
         ),
         (
             splits and name == "adafactor",
@@ -348,6 +352,16 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
             is_deepspeed and zero.cpu_checkpointing and layout.activation_checkpointing.mode == "none",
             "distributed.deepspeed.cpu_checkpointing = true keeps the inputs of recomputed blocks on the host, but "
             "training.activation_checkpointing = none recomputes nothing; use full",
+        ),
+        (
+            layout.activation_checkpointing.offload and layout.compile,
+            "training.activation_checkpointing.offload = true cannot reach into compiled blocks; set training.compile "
+            "to false",
+        ),
+        (
+            layout.activation_checkpointing.offload and is_deepspeed and zero.cpu_checkpointing,
+            "training.activation_checkpointing.offload = true and distributed.deepspeed.cpu_checkpointing = true move "
+            "the same tensors; leave one of them out",
         ),
         (
             is_deepspeed and zero.cpu_checkpointing and layout.compile,

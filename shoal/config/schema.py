@@ -63,12 +63,14 @@ class ActivationCheckpointingConfig(Section):
     """Checkpoint only every n-th block."""
     classes: list[str] | None = None
     """Checkpoint the modules of these classes, by class name, instead of the blocks in the recipe's plan."""
+    offload: bool = False
+    """Keep the inputs of checkpointed blocks in pinned host memory. Copies overlap with computing."""
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
         return (
             (
-                self.mode == "none" and bool(self.classes or self.every > 1),
-                "mode = none: `every` and `classes` have no effect; use full or selective",
+                self.mode == "none" and bool(self.classes or self.every > 1 or self.offload),
+                "mode = none: `every`, `classes` and `offload` have no effect; use full or selective",
             ),
         )
 

@@ -154,6 +154,20 @@ class Muon(Section):
     """Added to the denominator of AdamW's update."""
 
 
+class BitsAndBytesAdamW(Section):
+    name: Literal["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+    betas: Rates = [0.9, 0.999]  # noqa: RUF012
+    """The decay rates of the averages of the gradient and of its square."""
+    eps: Above0 = 1e-8
+    """Added to the denominator of an update."""
+
+
+class BitsAndBytesLion(Section):
+    name: Literal["lion_8bit"] = "lion_8bit"
+    betas: Rates = [0.9, 0.99]  # noqa: RUF012
+    """How much of the average is in an update, and the decay rate of the average."""
+
+
 class Imported(Section):
     """An optimizer or a schedule of the user's own."""
 
@@ -280,6 +294,10 @@ Optimizer = Annotated[
     | Annotated[ASGD, Tag("asgd")]
     | Annotated[Rprop, Tag("rprop")]
     | Annotated[Adafactor, Tag("adafactor")]
+    | Annotated[BitsAndBytesAdamW, Tag("adamw_8bit")]
+    | Annotated[BitsAndBytesAdamW, Tag("paged_adamw_8bit")]
+    | Annotated[BitsAndBytesAdamW, Tag("paged_adamw_32bit")]
+    | Annotated[BitsAndBytesLion, Tag("lion_8bit")]
     | Annotated[ImportedOptimizer, Tag(PATH)],
     by_name,
 ]

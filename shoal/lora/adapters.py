@@ -60,7 +60,7 @@ def add_adapters(model: nn.Module, lora: LoraConfig, frozen_dtype: torch.dtype =
             model,
             lambda p: (
                 p
-                if p.requires_grad or not p.is_floating_point()
+                if p.requires_grad or not p.is_floating_point() or hasattr(p, "logical_numel")  # packed weights
                 else nn.Parameter(p.detach().to(frozen_dtype), requires_grad=False)
             ),
         )

@@ -38,6 +38,7 @@ from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import CompiledModules
+from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
 from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
@@ -56,6 +57,7 @@ class Engaged:
     parameter_bytes: int = 0
     """The memory that this rank uses for weights."""
     checkpointed_modules: list[str] = field(default_factory=list)
+    host_inputs: HostInputs | None = None
     compiled: CompiledModules | None = None
     float8_layers: int = 0
     chunked_head: ChunkedHead | None = None
@@ -382,6 +384,11 @@ class DistributedStrategy(ABC):
         if layout.compile:
             engaged.compiled = CompiledModules(model, plan)
         engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
+        if layout.activation_checkpointing.offload and self.device.type == "cpu":
+            engaged.not_in_force["training.activation_checkpointing.offload"] = "the run is on the CPU"
+        elif layout.activation_checkpointing.offload:
+            blocks = [model.get_submodule(name) for name in engaged.checkpointed_modules]
+            engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
         if engaged.compiled:
             engaged.compiled.compile()
 

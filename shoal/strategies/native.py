@@ -25,6 +25,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
 from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
+from shoal.quantised.layers import check_gathered
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.all_reduce import AllReduceEngine
 from shoal.strategies.engines.ddp import DDPEngine
@@ -46,6 +47,7 @@ from shoal.weights.parameter_extras import (
     make_contiguous,
 )
 
+PURE_BF16 = "training.mixed_precision = pure_bf16"
 ENGINES: Mapping[str, type[PlainEngine]] = {"plain": PlainEngine, "ddp": DDPEngine, "fully_shard": FSDPEngine}
 
 
@@ -110,6 +112,9 @@ class NativeStrategy(DistributedStrategy):
             make_contiguous(model)
         if kind is FSDPEngine:
             check_units(model, choose_units(model, plan, *wrapped), layout.strategy)
+            if fsdp.param_dtype or layout.precision == "pure_bf16":
+                key = f"distributed.fsdp.param_dtype = {fsdp.param_dtype}" if fsdp.param_dtype else PURE_BF16
+                check_gathered(model, DTYPES[layout.param_dtype], key)
         if layout.precision == "fp8":
             engaged.float8_layers = apply_float8(model, plan)
         if sides["pp"] > 1:

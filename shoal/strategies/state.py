@@ -16,7 +16,7 @@ from shoal.checkpoint.regions import local_region, whole_region
 from shoal.errors import UserError
 from shoal.parallel.sharding.slots import slot_of, slots_as_tensors
 from shoal.parallel.sharding.trial import starts_with_state
-from shoal.tensors import local_part, named_tensors
+from shoal.tensors import local_part, local_slices, named_tensors
 from shoal.torch_private import as_shard
 from shoal.types import TrainState
 
@@ -33,7 +33,11 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
         tensors = slots_as_tensors(state)
         if whole is not parameter and isinstance(whole, DTensor):
             shape = parameter.shape
-            tensors = {slot: as_shard(t, whole) if t.shape == shape else t for slot, t in tensors.items()}
+            of_parts = getattr(optimizer, "slots_of_parts", ())
+            tensors = {
+                _name_of_part(slot, whole) if slot in of_parts else slot: as_shard(t, whole) if t.shape == shape else t
+                for slot, t in tensors.items()
+            }
         moments[names[whole]] = tensors
     return TrainState(named_tensors(model), moments, own)
 
@@ -55,18 +59,42 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
             slots = state.optimizer.get(names[whole], {})
             if slots or not getattr(optimizer, "has_initial_state", False):
                 optimizer.state.pop(parameter, None)  # one without state in the checkpoint has none afterwards
-            for name, value in slots.items():
+            for name, value in _slots_of_part(slots, whole, names[whole], optimizer).items():
                 alike = tuple(value.shape) == tuple(whole.shape)
                 part = part_in_layout(value, whole) if alike else part_in_layout(value, value)
                 on_host = name == "step" and not part.ndim and not _counts_on_device(group)
                 device = part.device if on_host else local_part(whole).device
                 # In the same order in memory as the optimizer's own, because fused kernels go through memory.
                 like = local_part(whole) if alike else torch.empty(part.shape)
-                kept = torch.empty_like(like, dtype=part.dtype, device=device).copy_(part)
+                if alike and hasattr(optimizer, "get_state_buffer"):  # bitsandbytes' own, which may be paged
+                    kept = optimizer.get_state_buffer(local_part(whole), dtype=part.dtype).copy_(part)
+                else:
+                    kept = torch.empty_like(like, dtype=part.dtype, device=device).copy_(part)
                 sharded = alike and isinstance(parameter, DTensor)
                 slot, restored = slot_of(name, as_shard(kept, parameter) if sharded else kept)
                 optimizer.state[parameter][slot] = restored
     restore_scale(own, state)
+
+
+def _name_of_part(slot: str, whole: DTensor) -> str:
+    """Returns the name of a slot that is about this rank's part of a parameter, such as the scales of 8-bit moments."""
+    return f"{slot}@{','.join(f'{rows.start}-{rows.stop}' for rows in local_slices(whole))}"
+
+
+def _slots_of_part(slots: dict[str, Any], whole: Tensor, name: str, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the slots of this rank, without those of other parts. Raises UserError if the parts are others."""
+    result = {slot: value for slot, value in slots.items() if "@" not in slot}
+    for slot in getattr(optimizer, "slots_of_parts", ()):
+        stored = {key for key in slots if key.partition("@")[0] == slot}
+        wanted = _name_of_part(slot, whole) if isinstance(whole, DTensor) else slot
+        if stored and wanted not in stored:
+            raise UserError(
+                f"training.optimizer: the 8-bit state of {name} was saved in another layout, whose parts have other "
+                "scales; resume in that layout, or start anew from the weights with checkpoint.init_from"
+            )
+        if stored:
+            result[slot] = slots[wanted]
+    return result
 
 
 def note_initial_state(optimizer: Optimizer) -> None:

@@ -25,6 +25,7 @@ from shoal.parallel.sharding.slots import slots_as_tensors
 from shoal.parallel.sharding.trial import Build, Groups, try_out
 from shoal.tensors import local_part
 from shoal.torch_private import is_fake
+from shoal.training import bitsandbytes_optimizers
 from shoal.training.lion import Lion
 from shoal.training.muon import Muon, mark_matrices, matrices_in_blocks
 
@@ -58,13 +59,13 @@ def build_optimizer(training: TrainingConfig, groups: Groups) -> Optimizer:
     if isinstance(chosen, ImportedOptimizer):
         kind, options = import_object(chosen.name, where), chosen.options
     else:
-        kind = CLASSES[chosen.name]
+        kind = CLASSES.get(chosen.name) or bitsandbytes_optimizers.optimizer_class(chosen.name)
         options = {
             key: tuple(v) if isinstance(v, list) else v for key, v in chosen.model_dump(exclude={"name"}).items()
         }
         if chosen.name in FUSED:
             options["fused"] = not has_complex
-        elif has_complex and chosen.name in ("lion", "muon"):
+        elif has_complex and (chosen.name in ("lion", "muon") or chosen.name not in CLASSES):
             raise UserError(f"{where}: the model has complex parameters, which it does not take; use adamw or sgd")
     keys = dict.fromkeys(key for group in groups for key in group)  # torch adds its own to the same dicts
     try:

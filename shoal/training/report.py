@@ -20,6 +20,7 @@ from shoal.errors import UserError, printable
 from shoal.lora.adapters import describe_adapters
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.world import World
+from shoal.quantised.layers import describe_layers
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -83,6 +84,11 @@ class Report:
                 "computed again in the first step's backward; set it to none or look for what keeps the model's blocks "
                 "from being called"
             )
+        if self.engaged.host_inputs is not None and not self.engaged.host_inputs.num_kept:
+            raise UserError(
+                "training.activation_checkpointing.offload = true, but no recomputed block has a positional input that "
+                "could be moved; leave it out"
+            )
         head = self.engaged.chunked_head
         if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
             raise UserError(
@@ -142,6 +148,12 @@ class Report:
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
         yield "model", f"{kind}, {sizes}", ("recipe",)
+        if quantised := describe_layers(session.model):
+            yield (
+                "quantised",
+                quantised,
+                tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb"))),
+            )
         if adapters := describe_adapters(session.meta_model or session.model):
             yield "adapters", adapters, tuple(key for key in sources if key.startswith("lora."))
         if session.mode:
@@ -191,6 +203,7 @@ class Report:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.checkpointed_modules:
             recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
+            recomputed += ", inputs in host memory" * (engaged.host_inputs is not None)
             yield "recomputed", recomputed, ("training.activation_checkpointing.mode",)
         chunks = f"in {training.loss_chunks} chunks" if training.loss_chunks > 1 else ""
         if loss := ", ".join(filter(None, (chunks, self.loss))):
@@ -223,7 +236,9 @@ class Report:
         kept = ", ".join(part for part, applies in parts.items() if applies)
         yield "checkpoints", kept, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.left_out:
-            files = ", ".join(sorted({str(reference.source.path) for reference in references.values()}))
+            files = ", ".join(
+                sorted({str(piece.path) for reference in references.values() for piece in reference.pieces})
+            )
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
         if not StopFlag.is_possible():
             yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()
@@ -286,6 +301,8 @@ class Report:
         if schedule_is_by_recipe(shell.session.recipe, shell.total_steps):
             keys = ("lr_scheduler", "warmup_steps", "warmup_ratio")
             idle |= {f"training.{key}": "the recipe has a schedule" for key in keys}
+        if name.startswith("paged_") and shell.strategy.device.type == "cpu":
+            idle["training.optimizer"] = f"{name}: its state is not paged, because there is no GPU"
         if name == "rprop":
             idle["training.max_grad_norm"] = "rprop uses the signs of gradients alone"
         return idle

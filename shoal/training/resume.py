@@ -234,6 +234,8 @@ def optimizer_change(checkpoint: Checkpoint, run: Run, session: Session) -> Opti
     if before not in (None, name):
         return OptimizerChange("training.optimizer" if by_recipe else "training.optimizer.name", name, before)
     kept = kept_slots(builder_of(session.optimizer), groups)
+    # Small tensors do not show the slots that only large ones have.
+    stored = {slot for slot in stored if slot.partition("@")[0] not in getattr(session.optimizer, "slots_of_large", ())}
     if by_recipe or earlier is None or then["name"] != name:
         fits = stored in (set(), kept)
     else:

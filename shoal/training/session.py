@@ -16,6 +16,7 @@ from shoal.data import BatchSchedule, Loader
 from shoal.errors import UserError
 from shoal.observe.flops import copy_on_meta
 from shoal.strategies import DistributedStrategy, Loop
+from shoal.tensors import logical_numel
 from shoal.training.metric_objects import MetricObjects
 from shoal.training.modes import start_training_mode
 from shoal.training.objectives import (
@@ -126,7 +127,14 @@ def assemble(
     ungrouped = freeze_ungrouped(model, grouped)
     meta_model, plan = None if parts else copy_on_meta(model), recipe.parallel_plan(model)
     _check_logits(recipe, strategy, plan)
-    trained, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad is on) for on in (True, False))
+    trained, frozen = (
+        sum(logical_numel(p) for p in model.parameters() if p.requires_grad is on) for on in (True, False)
+    )
+    if not trained and loop is None:
+        raise UserError(
+            f"recipe {type(recipe).__name__}: all {frozen:,} parameters of the model are frozen, and nothing is "
+            "trained; add a section lora: to a quantised model, or train some of them"
+        )
     groups = groups_of(recipe, training, plan.blocks, model)
     if training.optimizer.name == "muon":
         check_matrices(groups)

@@ -7,7 +7,7 @@ shapes of the parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, prod
 
 from shoal.config.batch import accumulation, leaves_one
@@ -78,6 +78,8 @@ class Case:
     """The shapes of all parameters, by name."""
     trained: Collection[str]
     """The names of the parameters that have gradients."""
+    itemsizes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of an element of each parameter, by name, if it is not 4."""
     has_objectives: bool = False
     """True if a step has several losses, each of some parameters, which use parameters as often as they like."""
 
@@ -112,15 +114,21 @@ class Case:
         """Returns the number of elements of these parameters."""
         return sum(prod(self.shapes[name]) for name in names)
 
+    def nbytes(self, names: Collection[str]) -> int:
+        """Returns the bytes of these parameters."""
+        return sum(prod(self.shapes[name]) * self.itemsizes.get(name, 4) for name in names)
+
     def held(self, shards: int, tensor_ranks: int = 1) -> float:
         """Returns the fraction of all parameters on the rank that holds the most.
 
         Tensor parallelism splits all parameters over `tensor_ranks`, except vectors and half of the adapters' matrices;
         what is left is sharded along its first dimension.
         """
-        total, vectors = self.numel(self.shapes), self.numel([n for n, shape in self.shapes.items() if len(shape) < 2])
-        whole = vectors + self.numel(self.adapters) if tensor_ranks > 1 else vectors
-        padding = sum(_padded(shape, tensor_ranks * shards) for shape in self.shapes.values()) / total
+        total = self.nbytes(self.shapes)
+        vectors = self.nbytes([name for name, shape in self.shapes.items() if len(shape) < 2])
+        whole = vectors + self.nbytes(self.adapters) if tensor_ranks > 1 else vectors
+        padded = (_padded(s, tensor_ranks * shards) * self.itemsizes.get(n, 4) for n, s in self.shapes.items())
+        padding = sum(padded) / total
         return padding * ((total - whole) / tensor_ranks + whole) / shards / total
 
     @property
@@ -137,9 +145,11 @@ class Case:
 
     def sent(self, names: Collection[str], dtype: str, shards: int) -> float:
         """Returns the bytes that one all-gather of these parameters, or one reduction of their gradients, sends, as a
-        multiple of the bytes of all trained parameters in fp32."""
-        padded = sum(_padded(self.shapes[name], shards) for name in names)
-        return (1.0 if dtype == "fp32" else 0.5) * padded / self.numel(self.trained)
+        multiple of the bytes of all trained parameters. Parameters that are not fp32 are sent as they are."""
+        fp32 = 4 if dtype == "fp32" else 2
+        sizes = {name: fp32 if size == 4 else size for name in names for size in [self.itemsizes.get(name, 4)]}
+        padded = sum(_padded(self.shapes[name], shards) * sizes[name] for name in names)
+        return padded / self.nbytes(self.trained)
 
 
 def _padded(shape: tuple[int, ...], shards: int) -> int:
@@ -171,13 +181,16 @@ def _sharded(case: Case) -> ExpectedWork:
 def _zero(case: Case) -> ExpectedWork:
     """For DeepSpeed's ZeRO, which splits the flattened parameters at any element."""
     zero, ranks = case.layout.zero, case.layout.world_size
-    total, trained = case.numel(case.shapes), case.numel(case.trained)
+    total, trained = case.nbytes(case.shapes), case.numel(case.trained)
 
     def split(names: Collection[str]) -> int:
         """Returns the elements on the rank that has the most. Stage 3 splits each parameter, the other stages split all
         parameters as one tensor."""
         pieces = [[name] for name in names] if zero.stage == 3 else [names]
         return sum(ceil(case.numel(piece) / ranks) for piece in pieces)
+
+    def split_bytes(names: Collection[str]) -> int:
+        return sum(ceil(case.numel([name]) / ranks) * case.itemsizes.get(name, 4) for name in names)
 
     trained_here = split(case.trained)
     reductions = 1 if zero.stage == 1 else case.micro_batches
@@ -186,15 +199,15 @@ def _zero(case: Case) -> ExpectedWork:
     if zero.stage < 3:
         collectives = {ALL_REDUCE: Range.exactly(reductions)}
         return ExpectedWork(
-            (total + offloaded) / total, case.flops, collectives, state_bytes=(trained_here + 2) / trained
+            (total + 4 * offloaded) / total, case.flops, collectives, state_bytes=(trained_here + 2) / trained
         )
     whole = {n for n, shape in case.shapes.items() if prod(shape) <= zero.stage3_param_persistence_threshold}
-    gathered = case.micro_batches * ranks * split(case.shapes.keys() - whole) / trained
+    gathered = case.micro_batches * ranks * split_bytes(case.shapes.keys() - whole) / case.nbytes(case.trained)
     collectives = {
         ALL_GATHER: Range(gathered, (3 if case.recomputes else 2) * gathered),
         REDUCE_SCATTER: Range.exactly(reductions * ranks * trained_here / trained),
     }
-    held = (split(case.shapes) + offloaded + case.numel(whole)) / total
+    held = (split_bytes(case.shapes) + 4 * offloaded + case.nbytes(whole)) / total
     return ExpectedWork(held, case.flops, collectives, state_bytes=trained_here / trained)
 
 

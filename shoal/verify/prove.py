@@ -128,7 +128,10 @@ def prove(
             continue
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         has_objectives = bool(run.recipe_type(run.recipe_config).objectives())
-        expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients, has_objectives))
+        case = Case(
+            layout, batches, reference.shapes, reference.gradients, reference.itemsizes, has_objectives=has_objectives
+        )
+        expected = expected_work(case)
         checks = compare(reference, traces, expected, layout.precision)
         verdicts.append(
             Verdict(

@@ -23,6 +23,7 @@ from shoal.observe.flops import flop_counter
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
+from shoal.quantised import quantised_layers
 from shoal.strategies import Loop, from_config
 from shoal.tensors import local_part
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
@@ -84,6 +85,10 @@ class Trace:
     """Updates alone, with the gradients of one device, by the name of the optimizer; that of AdamW is empty."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
+    itemsizes: dict[str, int] = field(default_factory=dict)
+    """The bytes of an element of each."""
+    packed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The bytes and the number of weights of each quantised layer, and the bits that a weight should have, by name."""
     parameter_bytes: int = 0
     state_bytes: int = 0
     """What the optimizer keeps on this rank: momentum."""
@@ -148,6 +153,14 @@ class _Tracer:
         trace = self.trace
         trace.start = whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
+        held = self.strategy.held()
+        for name, layer in quantised_layers(self.model).items():
+            trace.packed[name] = (
+                held[f"{name}.weight"].nbytes,
+                layer.in_features * layer.out_features,
+                layer.scheme.bits,
+            )
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)
@@ -211,8 +224,10 @@ class _Tracer:
         self.trace.adamw_weights = whole(self.session.state().model)
 
     def update_with_own_optimizer(self, shared: Shared | None) -> None:
-        """Checks the update of the run's own optimizer, unless it is AdamW, which was checked before."""
-        if not self.recipe.builds_optimizer and isinstance(self.run.config.training.optimizer, AdamW):
+        """Checks the update of the run's own optimizer, unless it is AdamW, which was checked before, or rounds its
+        state to 8 bits, by other scales in each layout."""
+        chosen = self.run.config.training.optimizer
+        if not self.recipe.builds_optimizer and (isinstance(chosen, AdamW) or chosen.name.endswith("_8bit")):
             return
         self._prepare({}, by_recipe=True)
         self.note_update(self.session.optimizer_name, shared)

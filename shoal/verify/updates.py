@@ -71,7 +71,11 @@ def update_alone(
     updates.resumed, _ = update_with(later)
     after, _ = update_with({name: torch.full_like(gradient, inf) for name, gradient in first.items()})
     del updates.norms[-len(session.turns) :]
-    updates.skips_infinite = all(torch.equal(after[name], t) for name, t in updates.resumed.items())
+    # As bytes, because packed weights in a floating-point dtype may have bits that are not equal to themselves.
+    updates.skips_infinite = all(
+        torch.equal(after[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
+        for name, t in updates.resumed.items()
+    )
     return updates
 
 

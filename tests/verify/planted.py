@@ -18,6 +18,7 @@ from shoal.config.layout import Layout
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.recipes import Recipe
+from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.strategies import DDPStrategy, DistributedStrategy, native
 from shoal.strategies.contract import Engaged, prepare_batch
 from shoal.strategies.engines import ddp
@@ -486,3 +487,13 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
     }
     with patches[bug]():
         return trace(run, steps, shared, adamw)
+
+
+class TrainedNorms(CausalLMRecipe):
+    """A language model of which the norms are trained, so that gradients go through everything else."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model

@@ -7,10 +7,11 @@ import re
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import ConfigDict, model_validator
 
 from shoal.errors import UserError
 from shoal.recipes.causal_lm.folder import is_folder
+from shoal.recipes.causal_lm.quantisation import QuantisationKeys
 
 # Older names of keys that transformers moves into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -18,7 +19,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _WITHOUT_EFFECT = ("use_cache", "output_router_logits", "router_aux_loss_coef")
 
 
-class CausalLMConfig(BaseModel):
+class CausalLMConfig(QuantisationKeys):
     """The `model:` section: either the name of weights to start from, or the configuration of a new model."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -48,7 +49,8 @@ class CausalLMConfig(BaseModel):
                 if getattr(self, key):
                     raise UserError(f"model.{key} = {getattr(self, key)!r}: no effect with model.config; leave it out")
             _check_keys(self.config)
-        elif self.revision is not None and is_folder(self.name or ""):
+        self.check_quantisation("?" if self.name else "")
+        if self.name and self.revision is not None and is_folder(self.name):
             raise UserError(f"model.revision = {self.revision!r}: no effect with the folder {self.name}; leave it out")
         return self
 

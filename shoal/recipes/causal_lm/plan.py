@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.lora.adapters import tensor_styles
 from shoal.lora.layers import AdaptedLayer
+from shoal.quantised import quantised_layers
 from shoal.recipes.causal_lm.transformers_private import undivided_classes
 from shoal.types import ParallelPlan, TensorStyle
 
@@ -27,7 +28,8 @@ def make_plan(model: Any) -> ParallelPlan:
     blocks = tuple(_blocks(model)) or ParallelPlan.derive(model).blocks
     head = output if _scores_with_output_layer(model) else None
     order = _order(model, blocks, embed, output)
-    tensor = _tensor_styles(model, embed, head, output) if blocks else {}
+    is_splittable = blocks and not quantised_layers(model)
+    tensor = _tensor_styles(model, embed, head, output) if is_splittable else {}
     return ParallelPlan(blocks, embed, head, order, "input_ids" if order else None, tensor)
 
 

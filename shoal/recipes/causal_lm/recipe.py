@@ -23,6 +23,10 @@ from shoal.lora.adapters import (
     split_groups,
 )
 from shoal.models.causal_attention import use_causal_attention
+from shoal.quantised.layers import quantise_layers, quantised_reset
+from shoal.quantised.library import import_bitsandbytes
+from shoal.quantised.schemes import Scheme
+from shoal.quantised.sources import matrix_sources, quantised_sources
 from shoal.recipes.causal_lm.config import (
     CausalLMConfig,
     check_lora,
@@ -33,6 +37,7 @@ from shoal.recipes.causal_lm.config import (
 )
 from shoal.recipes.causal_lm.folder import fetch_folder, safetensors_in
 from shoal.recipes.causal_lm.plan import make_plan
+from shoal.recipes.causal_lm.quantisation import skipped_layers, stored_quantisation
 from shoal.recipes.causal_lm.transformers_private import file_sources, initialise
 from shoal.recipes.recipe import token_loss
 from shoal.recipes.text import TextRecipe
@@ -50,6 +55,8 @@ class CausalLMRecipe(TextRecipe):
 
     length_key = "seq_length"
     """The key of `dataset` that limits the length of sequences."""
+    _stored_quantisation: dict[str, Any] | None = None
+    """How the weights are quantised in their files; None if they are not."""
 
     class Config(BaseModel):
         model: CausalLMConfig = Field(default_factory=CausalLMConfig)
@@ -80,6 +87,8 @@ class CausalLMRecipe(TextRecipe):
         if model.name is not None:
             fetch_folder(model.name, model.revision, model.trust_remote_code)
             self.files  # noqa: B018  # refuses files that cannot be read, before the text is prepared
+        if self.scheme is not None:
+            import_bitsandbytes(f"model.{'load_in_8bit' if model.load_in_8bit else 'load_in_4bit'}")
         text_config = self.transformers_config.get_text_config()
         key = "model.config.vocab_size" if model.config is not None else f"the vocabulary of model.name {model.name!r}"
         self.check_vocabulary(key, text_config.vocab_size)
@@ -121,12 +130,7 @@ class CausalLMRecipe(TextRecipe):
                         f"model.name = {model.name!r}: the model comes with its own code; if you trust it, set "
                         "model.trust_remote_code: true"
                     ) from error
-            if method := getattr(config, "quantization_config", None):
-                method = method if isinstance(method, dict) else method.to_dict()
-                raise UserError(
-                    f"model.name = {model.name!r}: its weights are quantised ({method.get('quant_method')}), which "
-                    "recipe causal_lm cannot train; use the weights that they were made from"
-                )
+            self._stored_quantisation = stored_quantisation(config, model.name)
             return config
         keys = dict(model.config)
         if "vocab_size" in known_keys(keys["model_type"]):
@@ -135,6 +139,12 @@ class CausalLMRecipe(TextRecipe):
             special = {key: None for key in _SPECIAL_TOKENS if key in known_keys(keys["model_type"])}
             keys = {**special, "eos_token_id": self.tokenizer.eos, **keys}
         return make_config(keys)
+
+    @cached_property
+    def scheme(self) -> Scheme | None:
+        """How the base is quantised, or None if it is not."""
+        self.transformers_config  # noqa: B018  # says how the weights are stored
+        return self.config.model.scheme(self._stored_quantisation)
 
     def build_model(self) -> nn.Module:
         section = self.config.model
@@ -154,18 +164,22 @@ class CausalLMRecipe(TextRecipe):
             )
         if section.attn_implementation is None:
             use_causal_attention(model)
+        if self.scheme is not None:
+            key = "model.load_in_8bit" if section.load_in_8bit else "model.load_in_4bit"
+            quantise_layers(model, self.scheme, skipped_layers(model, self._stored_quantisation), key)
         if self.config.lora is not None:
             add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"])
         return model
 
     def weights(self) -> Weights:
-        reset = reset_with(initialise) if self.config.lora is not None else None
+        draw = quantised_reset(initialise) if self.scheme is not None else initialise
+        reset = reset_with(draw) if self.config.lora is not None else None
         if self.config.model.name is None:
-            return Weights("init", reset=reset or initialise)
+            return Weights("init", reset=reset or draw)
         files = open_files(self.files)
         with parameters_on_meta():
             model = self.build_model()
-        sources = file_sources(model, files)
+        sources = quantised_sources(model, file_sources(model, files), files)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not is_adapter_tensor(name):
@@ -177,7 +191,12 @@ class CausalLMRecipe(TextRecipe):
                 f"{min(files, default='none')!r}): they hold a base model without its head, or another model; "
                 "save the whole model by AutoModelForCausalLM and save_pretrained"
             )
-        return Weights("files", files=self.files, sources={**sources, **magnitude_sources(model, sources)}, reset=reset)
+        return Weights(
+            "files",
+            files=self.files,
+            sources={**sources, **magnitude_sources(model, matrix_sources(sources))},
+            reset=reset,
+        )
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
@@ -212,6 +231,12 @@ class CausalLMRecipe(TextRecipe):
         return None if keys is None else make_config(keys).get_text_config()
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if sizes.get("tp", 1) > 1 and getattr(self.config.model, key):
+                raise UserError(
+                    f"distributed.mesh.tp = {sizes['tp']}: tensor parallelism does not split quantised layers, which "
+                    f"model.{key} makes; use dp_shard, cp or pp"
+                )
         if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
             raise UserError(
                 f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which "

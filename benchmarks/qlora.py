@@ -1,0 +1,220 @@
+"""Measures on one GPU how fast a Llama of 7 billion parameters trains adapters beside a base in 4 bits.
+
+    python benchmarks/qlora.py [--steps 10] [--small] [--cases 'peer;shoal'] [--length 2048] [--write docs/qlora.md]
+
+The cases run one after another, each in a process of its own: first a plain loop with transformers, PEFT and
+bitsandbytes, then the same steps under shoal. Weights are random: speed and memory do not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+SMALL = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"r": 64, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": TARGETS}
+ROWS = 4
+BF16 = {"mixed_precision": "bf16", "loss_chunks": 8}
+RECOMPUTED = {"activation_checkpointing": "full"}
+
+CASES: dict[str, dict[str, Any] | None] = {
+    "peer, recomputed": None,
+    "shoal, recomputed": {**BF16, **RECOMPUTED},
+    "shoal, recomputed, inputs in host memory": {**BF16, "activation_checkpointing": {"mode": "full", "offload": True}},
+    "shoal, recomputed, compiled": {**BF16, **RECOMPUTED, "compile": True},
+    "shoal, compiled": {**BF16, "compile": True},
+}
+"""The keys of `training` by case; None for the loop without shoal."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--length", type=int, default=2048, help="tokens in each of the four sequences")
+    parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
+    parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
+    parser.add_argument("--write", help="also write the results to this Markdown file")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    length = min(options.length, 32) if options.small else options.length
+    if options.case:
+        print(json.dumps(measure(options.case, options.steps, length, options.small)))
+        return
+    results: dict[str, dict[str, float]] = {}
+    chosen = options.cases.split(";") if options.cases else [""]
+    for name in CASES:
+        if not any(part in name for part in chosen):
+            continue
+        command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps), "--length", str(length)]
+        done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name:42} failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+            continue
+        results[name] = result = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name:42} {result['tokens_per_second']:9,.0f} tokens/s  {result['peak_gib']:6.2f} GiB", flush=True)
+    if options.write:
+        Path(options.write).write_text(page(results, options.steps, length))
+
+
+def page(results: dict[str, dict[str, float]], steps: int, length: int) -> str:
+    """Returns the results as a Markdown page."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    head = "# Adapters beside a base in 4 bits, on one GPU\n\n"
+    head += (
+        f"Measured by `python benchmarks/qlora.py --length {length}` on {date.today().isoformat()}: {device}, torch "
+    )
+    head += f"{torch.__version__}, {ROWS} × {length} tokens a step, {steps} steps after 3 for warm-up. A Llama of 7 "
+    head += "billion parameters with random weights in nf4 with quantised scales, adapters of rank 64 on all seven "
+    head += "projections, dropout 0.05. `peer` is a plain loop with transformers, PEFT and bitsandbytes.\n\n"
+    peer = next((result["tokens_per_second"] for name, result in results.items() if name.startswith("peer")), None)
+    rows = []
+    for name, result in results.items():
+        speed = result["tokens_per_second"]
+        against = f"{speed / peer:.2f}" if peer else "-"
+        rows.append(f"| {name} | {speed:,.0f} | {against} | {result['peak_gib']:.2f} |\n")
+    return f"{head}| | tokens/s | of the peer | peak GiB |\n| --- | --- | --- | --- |\n{''.join(rows)}"
+
+
+def measure(name: str, steps: int, length: int, small: bool) -> dict[str, float]:
+    """Runs one case and returns its speed, peak memory and last loss."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes, training = SMALL if small else SIZES, CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, sizes["vocab_size"], (ROWS, length + 1), generator=generator)
+    step = peer_step(sizes, tokens.to(device)) if training is None else shoal_step(sizes, tokens, device, training)
+    for _ in range(3):  # compiles and allocates
+        step()
+    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = step()
+    synchronise()
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {"tokens_per_second": steps * ROWS * length / seconds, "peak_gib": peak, "loss": loss.item()}
+
+
+def peer_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
+    """Returns a step of the usual loop: transformers, PEFT's adapters, bitsandbytes' layers, recomputation."""
+    import bitsandbytes
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device = tokens.device
+    layers = sizes["num_hidden_layers"]
+    with torch.device(device):  # one layer at a time, because the whole model may not fit
+        model = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": 0})).to(torch.bfloat16)
+        for index in range(layers):
+            block = type(LlamaForCausalLM(LlamaConfig(**SMALL)).model.layers[0])(LlamaConfig(**sizes), index)
+            block.to(torch.bfloat16)
+            for name, linear in [*block.named_modules()]:
+                if isinstance(linear, torch.nn.Linear):
+                    block.set_submodule(name, quantised_by_bitsandbytes(bitsandbytes, linear, device))
+            model.model.layers.append(block)
+    model.config.num_hidden_layers = layers
+    model.is_loaded_in_4bit = True
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    adapted = get_peft_model(model, LoraConfig(**LORA))
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, fused=True)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    def step() -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = adapted(input_ids=inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def quantised_by_bitsandbytes(library: Any, linear: Any, device: Any) -> Any:
+    """Returns bitsandbytes' layer in nf4 with quantised scales."""
+    import torch
+
+    layer = library.nn.Linear4bit(
+        linear.in_features, linear.out_features, False, torch.bfloat16, True, "nf4", device="meta"
+    )
+    options = {"requires_grad": False, "compress_statistics": True, "quant_type": "nf4", "module": layer}
+    layer.weight = library.nn.Params4bit(linear.weight.data.cpu(), **options).to(device)
+    return layer
+
+
+def shoal_step(sizes: dict[str, int], tokens: Any, device: str, training: dict[str, Any]) -> Callable[[], Any]:
+    """Returns the same step under shoal, on one device."""
+    from shoal.config import check_run
+    from shoal.strategies import from_config
+    from shoal.training.session import assemble
+    from shoal.types import MicroBatch, Weights
+
+    base = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"}
+    run = check_run(
+        {
+            "recipe": "causal_lm",
+            "model": {"config": {"model_type": "llama", **sizes}, **base},
+            "lora": LORA,
+            "training": {"max_steps": 1, "batch_size": ROWS, "device": device, "learning_rate": 3e-4, **training},
+            "distributed": {"strategy": "single"},
+        }
+    )
+    strategy = from_config(run.config)
+    strategy.setup()
+    weights = Weights("init", reset=fill)
+    session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    micro_batches = [MicroBatch(batch, [0] * ROWS, range(ROWS))]
+
+    def step() -> Any:
+        output = strategy.forward_backward(session.model, micro_batches, session.recipe, 0)
+        strategy.step(session.optimizer, 1.0)
+        return output.loss
+
+    return step
+
+
+def fill(model: Any, module: Any) -> None:
+    """Fills the parameters of a module without drawing billions of normal numbers, which would take minutes."""
+    import torch
+
+    from shoal.quantised import QuantisedLinear
+
+    if isinstance(module, QuantisedLinear):
+        module.weight.data.random_(0, 256)
+        blocks = -(-module.in_features * module.out_features // 64)
+        statistics = module.scheme.statistics_of(*module.scheme.nested(torch.rand(blocks) * 0.02 + 0.02))
+        module.statistics.data.copy_(statistics)
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data.fill_(1.0 if parameter.ndim == 1 else 0.02)
+
+
+if __name__ == "__main__":
+    main()

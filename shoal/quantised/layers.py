@@ -1,0 +1,205 @@
+"""A linear layer whose weight is quantised and frozen, and the models that have such layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.quantised.library import import_bitsandbytes
+from shoal.quantised.schemes import EightBit, Part, Scheme
+
+PARTS: tuple[Part, ...] = ("weight", "statistics")
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with its weight in 4 or 8 bits, as the frozen parameters `weight` and `statistics`.
+
+    Its outputs and the gradients of its inputs are those of bitsandbytes' Linear4bit and Linear8bitLt. Their parameters
+    are subclasses of Tensor which lose their statistics on the meta device and under fully_shard; these are plain.
+    """
+
+    weight: nn.Parameter
+    statistics: nn.Parameter
+    bias: nn.Parameter | None
+    original: Tensor | None = None
+    """The matrix that was quantised, for an export that an adapter is to be merged into. No forward uses it."""
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme):
+        """Quantises the weights of `linear`; they may be on the meta device."""
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        matrix = linear.weight.detach()
+        for part in PARTS:
+            empty = torch.empty(scheme.shapes(self.shape)[part], dtype=scheme.dtypes[part], device="meta")
+            data = empty if matrix.is_meta else scheme.quantise(part, matrix)
+            parameter = nn.Parameter(data, requires_grad=False)
+            parameter.logical_numel = matrix.numel() if part == "weight" else 0  # type: ignore[attr-defined]
+            self.register_parameter(part, parameter)
+        self.register_parameter("bias", linear.bias)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        return self.out_features, self.in_features
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the matrix that the layer multiplies with, or the original if it was given one."""
+        if self.original is not None:
+            return self.original.to(dtype)
+        return self.scheme.dequantise(self.weight, self.statistics, self.shape, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        device = input.device.type if input.device.type != "meta" else "cpu"  # which has no autocast
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        compute = getattr(torch, self.scheme.compute) if self.scheme.compute else autocast or input.dtype
+        bias = None if self.bias is None else self.bias.to(compute)
+        with torch.autocast(device, enabled=False):
+            if isinstance(self.scheme, EightBit):
+                output = self._multiply_8bit(input.to(compute), bias, self.scheme)
+            else:
+                output = _Multiply.apply(input.to(compute), self.weight, self.statistics, bias, self.scheme, self.shape)
+        return output.to(autocast or input.dtype)
+
+    def _multiply_8bit(self, input: Tensor, bias: Tensor | None, scheme: EightBit) -> Tensor:
+        import bitsandbytes
+
+        library: Any = bitsandbytes  # it does not say which of its names are public
+        state = library.MatmulLtState()
+        state.CB, state.SCB, state.has_fp16_weights = self.weight, self.statistics, False
+        state.threshold, state.is_training = scheme.threshold, self.training
+        output: Tensor = library.matmul(input, self.weight, bias=bias, state=state)
+        return output
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme.describe()}"
+
+
+class _Multiply(torch.autograd.Function):
+    """Multiplies with the dequantised matrix, which is made again in the backward instead of being kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, statistics: Tensor, bias: Tensor | None, scheme: Scheme, shape: Any
+    ) -> Tensor:
+        ctx.save_for_backward(weight, statistics)
+        ctx.scheme, ctx.shape = scheme, shape
+        return F.linear(input, scheme.dequantise(weight, statistics, shape, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        weight, statistics = ctx.saved_tensors
+        for_input = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_input = gradient @ ctx.scheme.dequantise(weight, statistics, ctx.shape, gradient.dtype)
+        if ctx.needs_input_grad[3]:
+            for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return for_input, None, None, for_bias, None, None
+
+
+def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key: str) -> None:
+    """Replaces the linear layers of a model, except those whose names are in `skip`, and freezes all parameters.
+
+    Raises UserError, which begins with `key`, if there are none.
+    """
+    import_bitsandbytes(key)
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in skip]
+    if not found:
+        raise UserError(f"{key}: the model has no linear layers (nn.Linear) to quantise; leave it out")
+    for name in found:
+        model.set_submodule(name, QuantisedLinear(model.get_submodule(name), scheme))  # type: ignore[arg-type]
+    model.requires_grad_(False)
+
+
+def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """Returns the quantised layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+
+def describe_layers(model: nn.Module) -> str:
+    """Returns what is quantised, for the report; an empty text if nothing is."""
+    layers = [*quantised_layers(model).values()]
+    if not layers:
+        return ""
+    scheme = layers[0].scheme
+    return f"{len(layers)} linear layers in {scheme.bits} bits: {scheme.describe()}"
+
+
+def check_gathered(model: nn.Module, dtype: torch.dtype | None, key: str) -> None:
+    """Refuses quantised layers whose tensors fully_shard would round, because it gathers parameters in `dtype`.
+
+    It leaves integers alone, and parameters that have the dtype already. `key` is what set the dtype.
+    """
+    for layer in quantised_layers(model).values():
+        rounded = [one for one in layer.scheme.dtypes.values() if one.is_floating_point and one != dtype]
+        if dtype is not None and rounded:
+            advice = (
+                f"set model.bnb_4bit_quant_storage to uint8 or {_say(dtype)}"
+                if layer.scheme.bits == 4
+                else "leave it out, and use training.mixed_precision = bf16"
+            )
+            raise UserError(
+                f"{key}: FSDP would round the quantised weights, which are kept as {_say(rounded[0])}; {advice}"
+            )
+
+
+def _say(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Replaces the quantised layers of a whole model by linear layers with the numbers that they stand for.
+
+    The model then computes what it computed before, but for rounding, and can be merged with an adapter and saved.
+    """
+    for name, layer in quantised_layers(model).items():
+        with _linear_in_place(model, name, layer) as linear:
+            pass
+        linear.weight = nn.Parameter(layer.dequantise(dtype), requires_grad=False)
+        model.set_submodule(name, linear)
+    return model
+
+
+Reset = Callable[[nn.Module, nn.Module], None]
+
+
+def quantised_reset(reset: Reset) -> Reset:
+    """Returns a function that draws the parameters of a module as `reset` does, and then quantises them.
+
+    A quantised layer so starts from the numbers that the linear layer in its place would have.
+    """
+
+    @torch.no_grad()
+    def reset_quantised(model: nn.Module, module: nn.Module) -> None:
+        if not isinstance(module, QuantisedLinear):
+            reset(model, module)
+            return
+        name = next(name for name, member in model.named_modules() if member is module)
+        with _linear_in_place(model, name, module) as linear:
+            reset(model, linear)
+        for part in PARTS:
+            parameter = getattr(module, part)
+            on_meta = parameter.is_meta  # where only the write is of interest
+            parameter.copy_(torch.empty_like(parameter) if on_meta else module.scheme.quantise(part, linear.weight))
+
+    return reset_quantised
+
+
+@contextmanager
+def _linear_in_place(model: nn.Module, name: str, layer: QuantisedLinear) -> Iterator[nn.Linear]:
+    """Puts a linear layer with the same bias, and an empty weight, in the place of a quantised one for a while."""
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    device = layer.weight.device
+    linear.weight = nn.Parameter(torch.empty(layer.shape, device=device), requires_grad=False)
+    linear.register_parameter("bias", layer.bias)
+    model.set_submodule(name, linear)
+    try:
+        yield linear
+    finally:
+        model.set_submodule(name, layer)

@@ -1,0 +1,115 @@
+"""QLoRA: adapters beside a base in 4 bits, from the first step to an export that transformers and PEFT open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from quantised.test_reading import Q_PROJ, SIZES, folder, text, train_norms
+from recipes.test_causal_lm import make_recipe, start, tokens
+from training.test_moves import bits
+from verify.runs import failed, on_text, runner_on
+
+import shoal
+from shoal.checkpoint import open_checkpoint
+from shoal.checkpoint.export import export
+from shoal.config import check_run
+from shoal.errors import UserError
+from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.verify import prove
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+folder, text = folder, text
+
+ALL_SPLIT = {"stage3_param_persistence_threshold": 0}
+LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "down_proj"]}
+
+
+def train_qlora(tmp_path: Path, folder: Path, text: dict[str, Any], steps: int, **keys: Any) -> Path:
+    model = {"name": str(folder), "load_in_4bit": True, "bnb_4bit_use_double_quant": True, **keys.pop("model", {})}
+    training = {"learning_rate": 0.05, **keys.pop("training", {})}
+    lora = {**LORA, **keys.pop("lora", {})}
+    dataset = {**text, "tokenizer": "bytes"}
+    return train_norms(tmp_path, model, dataset, steps, recipe="causal_lm", lora=lora, training=training, **keys)
+
+
+def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
+    step = train_qlora(tmp_path, folder, text, 3, model={"bnb_4bit_quant_storage": "bfloat16", "dtype": "bf16"})
+    checkpoint = open_checkpoint(step)
+    stored = [name for name in checkpoint.tensors if name.startswith("model/")]
+    assert len(stored) == 8
+    assert all(".lora_" in name for name in stored)
+    trained = shoal.load(step).eval()
+    assert trained.get_submodule(Q_PROJ).scheme.bits == 4
+    expected = trained(tokens(1, 12)).logits
+    export(step, tmp_path / "dequantised", "hf", merge_into="dequantised")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.float32)
+    torch.testing.assert_close(merged(tokens(1, 12)).logits, expected.float(), rtol=1e-3, atol=0.02)
+    notes = " ".join(export(step, tmp_path / "original", "hf", merge_into="original")["notes"])
+    assert "its logits differ from those of the trained model, whose base is quantised, by" in notes
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    untouched = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(original.get_parameter(untouched), base.get_parameter(untouched))
+    assert not torch.equal(merged.get_parameter(untouched), base.get_parameter(untouched))
+    notes = " ".join(export(step, tmp_path / "adapter", "peft")["notes"])
+    assert "opened by PEFT, its logits equal those of the checkpoint's model" in notes
+
+
+@pytest.mark.slow
+def test_it_resumes_to_the_bit(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
+    train_qlora(tmp_path, folder, text, 2)
+    resumed = train_qlora(tmp_path, folder, text, 4)
+    whole = train_qlora(tmp_path, folder, text, 4, output="whole")
+    assert bits(open_checkpoint(resumed).read()) == bits(open_checkpoint(whole).read())
+
+
+@pytest.mark.slow
+def test_dora_begins_with_the_lengths_of_the_dequantised_rows(folder: Path) -> None:
+    values = {"model": {"name": str(folder), "load_in_4bit": True}, "lora": {**LORA, "use_dora": True}, "dataset": {}}
+    model = start(CausalLMRecipe(CausalLMRecipe.Config.model_validate(values)))
+    layer = model.get_submodule(Q_PROJ)
+    torch.testing.assert_close(layer.lora_magnitude_vector["default"].weight, layer.dequantise().norm(dim=1))
+    plain = start(make_recipe(name=str(folder), load_in_4bit=True))
+    torch.testing.assert_close(model(tokens(1, 8)).logits, plain(tokens(1, 8)).logits)
+
+
+@pytest.mark.slow
+def test_a_base_without_originals_is_merged_into_what_it_is(tmp_path: Path, text: dict[str, Any]) -> None:
+    model = {"config": {**SIZES, "vocab_size": 256}, "load_in_4bit": True}
+    keys = {"recipe": "causal_lm", "lora": LORA}
+    step = train_norms(tmp_path, model, {**text, "tokenizer": "bytes"}, 1, **keys)
+    with pytest.raises(UserError, match=r"--merge-into original: the weights .* are not known; use dequantised"):
+        export(step, tmp_path / "out_hf", "hf", merge_into="original")
+    export(step, tmp_path / "out_hf", "hf", merge_into="dequantised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_layouts(pool2: Pool, tmp_path: Path, folder: Path, use_dora: bool) -> None:
+    model = {"name": str(folder), "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    tree = on_text(tmp_path, "causal_lm", model, {"deepspeed": ALL_SPLIT}, global_batch_size=6).tree()
+    tree["dataset"]["tokenizer"] = "bytes"
+    run = check_run({**tree, "lora": {**LORA, "use_dora": use_dora, "init_lora_weights": use_dora}})
+    for verdict in prove(
+        run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op", "zero_1", "zero_2", "zero_3"], runner=runner_on(pool2)
+    ):
+        assert failed(verdict) == {}, verdict.layout
+        assert verdict.left_out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_resume_to_the_bit(
+    pool2: Pool, tmp_path: Path, folder: Path, text: dict[str, Any], strategy: str
+) -> None:
+    keys = {"distributed": {"strategy": strategy}}
+    for steps, output in ((2, "out"), (4, "out"), (4, "whole")):
+        pool2.run(train_qlora, tmp_path, folder, text, steps, init=False, output=output, **keys)
+    resumed, whole = (open_checkpoint(tmp_path / o / "checkpoints" / "step_00000004") for o in ("out", "whole"))
+    assert bits(resumed.read()) == bits(whole.read())
