@@ -155,7 +155,7 @@ class Checkpoints:
             try:
                 checkpoint = open_checkpoint(self.manager.path_of(step))
                 change = optimizer_change(checkpoint, self.run, self.session)
-                state = state_for(checkpoint, self.session.strategy.held(), change)
+                state = state_for(checkpoint, self.session.strategy.held(), change, self.session.strategy.rank)
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):

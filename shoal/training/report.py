@@ -83,6 +83,8 @@ class Report:
                 f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
                 "the recipe's parallel_plan"
             )
+        if self.engaged.exchange is not None:
+            self.engaged.exchange.check()
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
             cause = "put `with run.autocast():` around the forward and the loss" if self.training.body else ""
@@ -128,6 +130,9 @@ class Report:
         gpu = f" ({torch.cuda.get_device_name(strategy.device)})" if strategy.device.type == "cuda" else ""
         where = f"{engaged.description} on {strategy.device}{gpu}"
         yield "strategy", where, ("distributed.strategy", "training.device")
+        if engaged.exchange is not None:
+            key = "local_sgd.sync_every" if config.distributed.local_sgd else "compression.method"
+            yield "exchange", engaged.exchange.describe(), (f"distributed.{key}",)
         trained, frozen = session.parameter_counts
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own

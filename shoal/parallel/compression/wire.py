@@ -1,0 +1,130 @@
+"""Collectives that count the bytes which a rank sends, and clocks for the time that they and the coding take.
+
+An all-reduce of b bytes over n ranks sends 2·b·(n−1)/n from every rank, an all-gather of b bytes from each b·(n−1), an
+all-to-all of b bytes b·(n−1)/n: the fewest that are possible, which ring algorithms reach.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.parallel.collectives import all_gather_single
+
+
+class Wire:
+    """The collectives of one group of ranks, with what the last exchange has sent."""
+
+    def __init__(self, group: dist.ProcessGroup | None, steps_per_exchange: int = 1):
+        """`steps_per_exchange` divides the numbers, so that they are those of one step."""
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._steps = steps_per_exchange
+        self.bytes_sent = 0
+        """By this rank, in the last exchange."""
+        self.bytes_uncompressed = 0
+        """What an all-reduce of all gradients in their own dtype would have sent in every step."""
+        self.parameters = self.compressible = 0
+        """The number of parameters that the last exchange was about, and of those that the method compresses."""
+        self.bytes_compressed = 0
+        """What a rank sends in an exchange with compression, also while it has not begun."""
+        self._coding, self._whole = _Clock(), _Clock()
+
+    def start(self) -> None:
+        """Begins the account of an exchange."""
+        self.bytes_sent = 0
+        self._coding, self._whole = _Clock(), _Clock()
+
+    @contextmanager
+    def exchanging(self, device: torch.device) -> Iterator[None]:
+        """Is entered around an exchange, messages and coding."""
+        with self._whole.running(device):
+            yield
+
+    @contextmanager
+    def coding(self, device: torch.device) -> Iterator[None]:
+        """Is entered where something is encoded or decoded."""
+        with self._coding.running(device):
+            yield
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the ranks in place, and returns it."""
+        self.bytes_sent += all_reduce_bytes(tensor.nbytes, self.ranks)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, with the rank as first dimension."""
+        self.bytes_sent += tensor.nbytes * (self.ranks - 1)
+        gathered = tensor.new_empty((self.ranks, *tensor.shape))
+        all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Sends row r to rank r, and returns the rows that came, in the order of ranks."""
+        self.bytes_sent += tensor.nbytes * (self.ranks - 1) // self.ranks
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=self.group)
+        return received
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of the last exchange for a line of the log, per step."""
+        return {
+            "train/wire_bytes": self.bytes_sent / self._steps,
+            "train/wire_bytes_uncompressed": self.bytes_uncompressed,
+            "train/compression_seconds": self._coding.seconds() / self._steps,
+            "train/exchange_seconds": self._whole.seconds() / self._steps,
+        }
+
+
+def all_reduce_bytes(nbytes: float, ranks: int) -> int:
+    """Returns what each rank sends in an all-reduce of so many bytes."""
+    return int(2 * nbytes * (ranks - 1) / ranks)
+
+
+def sum_in_buckets(tensors: Sequence[Tensor], wire: Wire, bucket_bytes: int = 25 << 20) -> None:
+    """Sums tensors over ranks in place; those of one dtype are sent together, at least `bucket_bytes` at a time."""
+    bucket, size = list[Tensor](), 0
+    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
+        if bucket and (size >= bucket_bytes or tensor.dtype != bucket[0].dtype):
+            _sum_together(bucket, wire)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        _sum_together(bucket, wire)
+
+
+def _sum_together(bucket: list[Tensor], wire: Wire) -> None:
+    joined = wire.all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+    for tensor, total in zip(bucket, joined.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(total.view_as(tensor))
+
+
+class _Clock:
+    """Adds up times; on a GPU by events in its stream, which are read when a line of the log is due."""
+
+    def __init__(self) -> None:
+        self._seconds, self._events = 0.0, list[tuple[torch.Event, torch.Event]]()
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        if device.type == "cpu":
+            since = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - since
+            return
+        events = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self._events.append(events)
+
+    def seconds(self) -> float:
+        for _, end in self._events[-1:]:
+            end.synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
