@@ -71,9 +71,14 @@ def DDPStrategy(
     return _from_options(DDPStrategy, "ddp", sections, options, DDPConfig)
 
 
-def FSDPStrategy(*, mesh: Mapping[str, int] | None = None, **options: Any) -> DistributedStrategy:
-    """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`."""
-    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh)}
+def FSDPStrategy(
+    *, mesh: Mapping[str, int] | None = None, compression: str | Mapping[str, Any] = "none", **options: Any
+) -> DistributedStrategy:
+    """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`.
+
+    `compression` is that of `distributed`, for replicas of shards.
+    """
+    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh), "compression": compression}
     return _from_options(FSDPStrategy, "fsdp", sections, options, FSDPConfig)
 
 

@@ -78,7 +78,7 @@ class Float16(_Scaled):
     bytes_per_block, dtype = 4 + 2 * BLOCK, torch.float16
 
     def _scales(self, largest: Tensor) -> Tensor:
-        exponent = torch.frexp(largest).exponent.clamp(-110, 120)
+        exponent = torch.frexp(largest).exponent.clamp(min=-110)
         scales = torch.ldexp(torch.ones_like(largest), exponent - 15)  # the largest is below 2¹⁵, and fp16 ends at 65504
         return torch.where(largest.isfinite(), scales, 1.0)  # infinity and NaN stay what they are
 

@@ -23,7 +23,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, steps_per_exchange: int = 1):
         """`steps_per_exchange` divides the numbers, so that they are those of one step."""
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self._steps = steps_per_exchange
+        self._steps, self._by_messages = steps_per_exchange, dist.get_backend(group) == "gloo"
         self.bytes_sent = 0
         """By this rank, in the last exchange."""
         self.bytes_uncompressed = 0
@@ -61,15 +61,38 @@ class Wire:
         """Returns the tensors of all ranks, with the rank as first dimension."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1)
         gathered = tensor.new_empty((self.ranks, *tensor.shape))
-        all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        if self._by_messages:
+            gathered[self.rank] = tensor
+            self._send_rows(gathered, [tensor.contiguous()] * self.ranks)
+        else:
+            all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Sends row r to rank r, and returns the rows that came, in the order of ranks."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1) // self.ranks
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=self.group)
+        if self._by_messages:
+            received[self.rank] = tensor[self.rank]
+            self._send_rows(received, [*tensor.unbind()])
+        else:
+            dist.all_to_all_single(received, tensor, group=self.group)
         return received
+
+    def _send_rows(self, received: Tensor, rows: Sequence[Tensor]) -> None:
+        """Sends each other rank its row, and receives one of each.
+
+        All receives are posted first. gloo asks the other side whether it is ready, on the connection that the data
+        takes: where both sides begin with sending, as in gloo's own all-to-all, one question waits behind the other
+        side's data, and a link that can send both ways at once is used one way after the other.
+        """
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        names = {rank: dist.get_global_rank(self.group, rank) if self.group else rank for rank in others}
+        posted = [dist.irecv(received[rank], names[rank], group=self.group) for rank in others]
+        posted += [dist.isend(rows[rank], names[rank], group=self.group) for rank in others]
+        for work in posted:
+            if work is not None:
+                work.wait()
 
     def numbers(self) -> dict[str, float]:
         """Returns the numbers of the last exchange for a line of the log, per step."""
