@@ -21,6 +21,10 @@ BLOCK = 256
 """Elements that have one scale. Every parameter begins with a new block."""
 
 
+_BUCKET_BYTES = 4 << 20
+"""What is coded and sent together, at least."""
+
+
 class Codec(ABC):
     """Turns rows of fp32 elements, a multiple of BLOCK, into rows of bytes and back."""
 
@@ -115,37 +119,50 @@ class Cast(Method):
     def exchange(
         self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire
     ) -> dict[str, Exchanged]:
-        outcomes: dict[str, Exchanged] = {}
-        for bucket in buckets(tensors):
-            outcomes |= self._exchange_bucket(bucket, wire)
-        return outcomes
+        """Exchanges buckets, so that one is coded while others are on their way. Ranks send them in the same order."""
+        parts = [_Bucket(bucket, self.codec, wire) for bucket in buckets(tensors, _BUCKET_BYTES)]
+        for part in parts:
+            part.add_up()
+        return {name: outcome for part in parts for name, outcome in part.outcomes().items()}
 
-    def _exchange_bucket(self, bucket: Mapping[str, Tensor], wire: Wire) -> dict[str, Exchanged]:
-        codec, device = self.codec, next(iter(bucket.values())).device
-        with wire.coding(device):
-            sizes = [-(-tensor.numel() // BLOCK) * BLOCK for tensor in bucket.values()]
+
+class _Bucket:
+    """Tensors that are sent together: a part of them to each rank, and the sum of this rank's part to all."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, wire: Wire):
+        self.tensors, self.codec, self.wire = tensors, codec, wire
+        self.device = next(iter(tensors.values())).device
+        with wire.coding(self.device):
+            sizes = [-(-tensor.numel() // BLOCK) * BLOCK for tensor in tensors.values()]
             row = -(-sum(sizes) // (BLOCK * wire.ranks)) * BLOCK
-            joined = torch.zeros(wire.ranks * row, device=device)
-            for part, tensor in zip(joined.split([*sizes, len(joined) - sum(sizes)]), bucket.values(), strict=False):
+            joined = torch.zeros(wire.ranks * row, device=self.device)
+            self.sizes = [*sizes, len(joined) - sum(sizes)]
+            for part, tensor in zip(joined.split(self.sizes), tensors.values(), strict=False):
                 part[: tensor.numel()] = tensor.reshape(-1)
-            rows = joined.view(wire.ranks, row)
-            sent = codec.encode(rows)
-        received = wire.all_to_all(sent)
-        with wire.coding(device):
-            mine = codec.decode(received[:1])
+            self.unsent = joined.view(wire.ranks, row)
+            sent = codec.encode(self.unsent)
+        self._wait_for_rows = wire.start_all_to_all(sent)
+        with wire.coding(self.device):
+            self.unsent -= codec.decode(sent)
+
+    def add_up(self) -> None:
+        """Adds up this rank's part, and begins to send the sum to all ranks."""
+        received = self._wait_for_rows()
+        with self.wire.coding(self.device):
+            self.part = self.codec.decode(received[:1])
             for one in received[1:].split(1):  # in the order of ranks, so that the sum is always the same
-                mine += codec.decode(one)
-            coded = codec.encode(mine)
-        gathered = wire.all_gather(coded[0])
-        with wire.coding(device):
-            totals = codec.decode(gathered)
-            unsent = rows - codec.decode(sent)
-            unsent[wire.rank] += mine[0] - totals[wire.rank]
-            parts = zip(bucket.items(), totals.view(-1).split([*sizes, len(joined) - sum(sizes)]), strict=False)
-            rests = unsent.view(-1).split([*sizes, len(joined) - sum(sizes)])
+                self.part += self.codec.decode(one)
+            coded = self.codec.encode(self.part)
+        self._wait_for_sums = self.wire.start_all_gather(coded[0])
+
+    def outcomes(self) -> dict[str, Exchanged]:
+        """Waits for the sums of all parts."""
+        gathered = self._wait_for_sums()
+        with self.wire.coding(self.device):
+            totals = self.codec.decode(gathered)
+            self.unsent[self.wire.rank] += self.part[0] - totals[self.wire.rank]
+            sums, rests = (one.view(-1).split(self.sizes) for one in (totals, self.unsent))
             return {
-                name: Exchanged(
-                    total[: tensor.numel()].view(tensor.shape), rest[: tensor.numel()].view(tensor.shape)
-                )
-                for ((name, tensor), total), rest in zip(parts, rests, strict=False)
+                name: Exchanged(total[: tensor.numel()].view(tensor.shape), rest[: tensor.numel()].view(tensor.shape))
+                for (name, tensor), total, rest in zip(self.tensors.items(), sums, rests, strict=False)
             }

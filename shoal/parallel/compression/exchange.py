@@ -37,8 +37,8 @@ class CompressedExchange:
 
     loss_scale: Callable[[], Tensor] | None = None
     """Returns the factor that gradients carry under fp16. Residuals are kept without it, because it changes."""
-    on_exchange: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None] | None = None
-    """Is called with the gradients before and after an exchange, for a proof."""
+    on_exchange: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]], None] | None = None
+    """Is called with the gradients and residuals before an exchange and the gradients after it, for a proof."""
 
     def __init__(self, config: CompressionConfig, group: dist.ProcessGroup | None, mesh: Mapping[str, int]):
         self.config, self.method = config, build_method(config)
@@ -57,11 +57,11 @@ class CompressedExchange:
         wire.bytes_uncompressed = all_reduce_bytes(total_bytes, wire.ranks)
         before = None
         if self.on_exchange is not None:
-            before = {name: gradient.clone() for name, gradient in gradients.items()}
+            before = {name: gradient.clone() for name, gradient in gradients.items()}, dict(self.residuals)
         with wire.exchanging(next(iter(gradients.values())).device):
             self._exchange(gradients, step)
         if self.on_exchange is not None and before is not None:
-            self.on_exchange(before, gradients)
+            self.on_exchange(*before, gradients)
 
     def _exchange(self, gradients: Mapping[str, Tensor], step: int) -> None:
         wire = self.wire

@@ -12,7 +12,7 @@ moments of its own optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,9 @@ _WEIGHTS, _MOMENTS = "weights/", "moments/"
 
 class LocalSGD:
     """The outer step over the trained parameters of a model."""
+
+    on_average: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None] | None = None
+    """Is called after an outer step with this rank's weights and the anchor before it, for a proof."""
 
     def __init__(
         self, config: LocalSGDConfig, model: nn.Module, group: dist.ProcessGroup | None, mesh: Mapping[str, int]
@@ -61,6 +64,9 @@ class LocalSGD:
     def _take_outer_step(self) -> None:
         self.wire.start()
         factor, momentum = self.config.outer_lr, self.config.outer_momentum
+        before = None
+        if self.on_average is not None:
+            before = [{n: t.detach().clone() for n, t in one.items()} for one in (self._parameters, self.anchor)]
         with self.wire.exchanging(next(iter(self.anchor.values())).device):
             for name, mean in self._mean().items():
                 anchor, velocity = self.anchor[name], self.momentum[name]
@@ -69,6 +75,8 @@ class LocalSGD:
                 anchor.sub_(difference.add_(velocity, alpha=momentum), alpha=factor)
                 self._parameters[name].copy_(anchor)
         self._steps_in_round = 0
+        if self.on_average is not None and before is not None:
+            self.on_average(*before)
 
     def _mean(self) -> dict[str, Tensor]:
         """Returns the average of each parameter over ranks."""

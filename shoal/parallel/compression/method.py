@@ -11,10 +11,6 @@ from torch import Tensor
 
 from shoal.parallel.compression.wire import Wire
 
-_BUCKET_BYTES = 25 << 20
-"""What is coded and sent together, at least; a larger tensor is a message of its own."""
-
-
 class Exchanged(NamedTuple):
     """The outcome for one tensor."""
 
@@ -49,11 +45,11 @@ class Method(ABC):
         """Takes back what `state` returned; an empty mapping starts anew."""
 
 
-def buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors that are sent together."""
+def buckets(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors that are sent together, of at least so many bytes; a larger tensor is a message of its own."""
     bucket, size = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
-        if bucket and size >= _BUCKET_BYTES:
+        if bucket and size >= bucket_bytes:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor

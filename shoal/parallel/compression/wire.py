@@ -7,7 +7,7 @@ all-to-all of b bytes b·(n−1)/n: the fewest that are possible, which ring alg
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -59,28 +59,30 @@ class Wire:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors of all ranks, with the rank as first dimension."""
+        return self.start_all_gather(tensor)()
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begins an all-gather, and returns a function that waits for it and returns the tensors of all ranks."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1)
         gathered = tensor.new_empty((self.ranks, *tensor.shape))
         if self._by_messages:
             gathered[self.rank] = tensor
-            self._send_rows(gathered, [tensor.contiguous()] * self.ranks)
-        else:
-            all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
-        return gathered
+            return self._send_rows(gathered, [tensor.contiguous()] * self.ranks)
+        all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        return lambda: gathered
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends row r to rank r, and returns the rows that came, in the order of ranks."""
+    def start_all_to_all(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begins to send row r to rank r; returns a function that waits, and returns the rows in the order of ranks."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1) // self.ranks
         received = torch.empty_like(tensor)
         if self._by_messages:
             received[self.rank] = tensor[self.rank]
-            self._send_rows(received, [*tensor.unbind()])
-        else:
-            dist.all_to_all_single(received, tensor, group=self.group)
-        return received
+            return self._send_rows(received, [*tensor.unbind()])
+        dist.all_to_all_single(received, tensor, group=self.group)
+        return lambda: received
 
-    def _send_rows(self, received: Tensor, rows: Sequence[Tensor]) -> None:
-        """Sends each other rank its row, and receives one of each.
+    def _send_rows(self, received: Tensor, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Sends each other rank its row, and receives one of each; returns a function that waits.
 
         All receives are posted first. gloo asks the other side whether it is ready, on the connection that the data
         takes: where both sides begin with sending, as in gloo's own all-to-all, one question waits behind the other
@@ -90,9 +92,16 @@ class Wire:
         names = {rank: dist.get_global_rank(self.group, rank) if self.group else rank for rank in others}
         posted = [dist.irecv(received[rank], names[rank], group=self.group) for rank in others]
         posted += [dist.isend(rows[rank], names[rank], group=self.group) for rank in others]
-        for work in posted:
-            if work is not None:
-                work.wait()
+        kept = [*rows]  # their memory is needed until they are sent
+
+        def wait() -> Tensor:
+            for work in posted:
+                if work is not None:
+                    work.wait()
+            kept.clear()
+            return received
+
+        return wait
 
     def numbers(self) -> dict[str, float]:
         """Returns the numbers of the last exchange for a line of the log, per step."""
