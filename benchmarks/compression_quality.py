@@ -2,8 +2,8 @@
 
     python benchmarks/compression_quality.py [--steps 600] [--seeds 3] [--at-once 1] [--device cpu] [--out quality.json]
 
-Every run has two processes, over gloo, with one thread each; with `--device cuda` they share a GPU. `--at-once` runs several of them side by side: the losses
-do not depend on it. The table goes to docs/slow_networks.md.
+Every run has two processes, over gloo, with one thread each; with `--device cuda` they share a GPU. `--at-once` runs
+several of them side by side: the losses do not depend on it. The table goes to docs/slow_networks.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def final_loss(row: str, seed: int, steps: int, device: str) -> float:
 def table(losses: dict[str, list[float]]) -> str:
     """Returns the losses as Markdown; differences are of the means over those seeds that both have."""
     seeds = max(map(len, losses.values()))
-    rows = [f"| method | {' | '.join(f'seed {seed}' for seed in range(seeds))} | to plain |", f"|{' --- |' * (seeds + 2)}"]
+    rows = [
+        f"| method | {' | '.join(f'seed {seed}' for seed in range(seeds))} | to plain |",
+        f"|{' --- |' * (seeds + 2)}",
+    ]
     plain = losses["plain"]
     for row, values in losses.items():
         change = mean(values) / mean(plain[: len(values)]) - 1 if values else float("nan")

@@ -1,6 +1,6 @@
 """Measures steps over a slow network: two network namespaces of this machine, joined by a link of limited rate.
 
-    python benchmarks/slow_network.py [--mbit 100] [--width 1024] [--layers 2] [--steps 20]     # as root, on Linux
+    python benchmarks/slow_network.py [--mbit 100] [--width 1024] [--layers 8] [--steps 12]     # as root, on Linux
 
 Each namespace has one process with one thread. A row trains the same stack of linear layers through shoal's `ddp`, with
 all small messages of a step. Bytes are read from the counters of the link itself. `compute` exchanges nothing. The rows
@@ -48,7 +48,9 @@ def build_link(mbit: float) -> None:
         _ip("-n", name, "link", "set", device, "up")
         _ip("-n", name, "link", "set", "lo", "up")
         limit = ["rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "50ms"]
-        subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit], check=True)
+        subprocess.run(
+            ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit], check=True
+        )
 
 
 def remove_link() -> None:
@@ -89,7 +91,11 @@ def measure(options: argparse.Namespace) -> None:
 
     for row in options.rows:
         keys, alone = ROWS[row], row == "compute"
-        strategy = SingleStrategy(device="cpu", world=World()) if alone else DDPStrategy(device="cpu", world=first.world, **keys)
+        strategy = (
+            SingleStrategy(device="cpu", world=World())
+            if alone
+            else DDPStrategy(device="cpu", world=first.world, **keys)
+        )
         if not alone:
             strategy.setup()
         torch.manual_seed(0)
@@ -134,9 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, default=100)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

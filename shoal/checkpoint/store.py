@@ -85,9 +85,7 @@ class Checkpoint:
         """Reads all tensors to the CPU, those of the frozen base among them. Raises FrozenBaseError if that fails."""
         return unflatten({name: tensor.read() for name, tensor in self.all_tensors.items()})
 
-    def checked_state(
-        self, held: Mapping[str, Held], with_base: bool = False, rank: int | None = None
-    ) -> TrainState:
+    def checked_state(self, held: Mapping[str, Held], with_base: bool = False, rank: int | None = None) -> TrainState:
         """Returns `stored_state()` after comparing with their digests all pieces that a rank with `held` will read.
 
         Damage is so found before any weight is overwritten. An optimizer's tensor is sharded as its parameter is. The

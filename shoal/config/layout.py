@@ -320,7 +320,7 @@ def _exchange_contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
         (
             compresses and layout.is_sharded_family and several and mesh["dp_replicate"] == 1,
             f"{compression}: {strategy} {sharding if strategy == 'fsdp' else ''}".rstrip()
-            + " has no replicas here, and shards are exchanged by fully_shard; set distributed.fsdp.reduce_dtype: bf16, "
+            + " has no replicas here, and fully_shard exchanges shards; set distributed.fsdp.reduce_dtype: bf16, "
             "use HYBRID_SHARD or distributed.mesh.dp_replicate, or distributed.strategy: ddp",
         ),
         (

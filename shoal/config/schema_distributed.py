@@ -257,7 +257,7 @@ class CompressionConfig(Section):
         return (
             (
                 bool(keys) and "method" not in keys,
-                f"compression has {', '.join(keys)} and no method; add it, such as distributed.compression.method: topk",
+                f"compression has {', '.join(keys)} and no method; add one, such as method: topk",
             ),
         )
 

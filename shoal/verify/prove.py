@@ -224,8 +224,8 @@ def _choose(
     for name in names:
         if name == EXCHANGE:
             if why_own_missing or not exchange:
-                reason = why_own_missing or "the config sets neither distributed.compression nor local_sgd"
-                raise UserError(f"--strategies {name}: {reason}")
+                missing = why_own_missing or "the config sets neither distributed.compression nor local_sgd"
+                raise UserError(f"--strategies {name}: {missing}")
             continue
         if name not in (*LAYOUTS, OWN):
             raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN, EXCHANGE))}")

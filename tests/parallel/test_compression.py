@@ -40,6 +40,11 @@ ROUNDING = {"fp16": 2.0**-10, "bf16": 2.0**-7, "int8": 2 / 127, "topk": 1e-6, "p
 """How far a sum may be from the exact one with these options, relative to the largest element of any rank."""
 
 
+def in_slow_tier(value: Any) -> Any:
+    """Returns a parameter of a test that only the slow tier takes."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def draw(step: int, rank: int, simple: bool = False) -> dict[str, Tensor]:
     """Returns the gradients of one rank. The simple ones are small integers, which fp16 and bf16 hold exactly."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -89,7 +94,7 @@ def test_what_is_not_sent_is_kept(pool2: Pool, method: str) -> None:
     assert all(result["sum"] > 1e-3 for result in results)  # these settings do lose something
 
 
-@pytest.mark.parametrize("method", ["fp16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("method", [*map(in_slow_tier, ("fp16", "powersgd")), "int8", "topk"])
 def test_four_ranks_have_the_same_sum(pool4: Pool, method: str) -> None:
     results = pool4.run(exchange_steps, method, LOSSY[method], 2)
     assert all(torch.equal(result["totals"], results[0]["totals"]) for result in results)
@@ -138,9 +143,9 @@ def average_as_well(method: str) -> dict[str, Any]:
     ("fault", "method"),
     [
         (drop_residual, "topk"),
-        (drop_residual, "powersgd"),
-        (drop_residual, "int8"),
-        (forget_residual, "topk"),
+        pytest.param(drop_residual, "powersgd", marks=pytest.mark.slow),
+        pytest.param(drop_residual, "int8", marks=pytest.mark.slow),
+        pytest.param(forget_residual, "topk", marks=pytest.mark.slow),
         (forget_residual, "int8"),
         (take_indices_of_another_rank, "topk"),
         (average_as_well, "powersgd"),
@@ -165,7 +170,7 @@ def exchange_not_finite(method: str, bad: float) -> tuple[bool, bool]:
     return bool(gradients["matrix"].isfinite().all()), kept
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, in_slow_tier(math.inf)])
 @pytest.mark.parametrize("method", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_what_is_not_finite_reaches_all_ranks_and_no_state(pool2: Pool, method: str, bad: float) -> None:
     assert pool2.run(exchange_not_finite, method, bad) == [(False, True)] * 2
@@ -254,7 +259,7 @@ def train_by_hand(method: str | None, ratio: float, steps: int, resume: bool = F
     return weights, compressor.bytes_sent if compressor else 0
 
 
-@pytest.mark.parametrize("method", ["topk", "powersgd", "fp16"])
+@pytest.mark.parametrize("method", ["topk", in_slow_tier("powersgd"), in_slow_tier("fp16")])
 def test_the_hook_averages_as_plain_ddp_does(pool2: Pool, method: str) -> None:
     (plain, _), _ = pool2.run(train_by_hand, None, 1.0, 4)
     (weights, sent), (others, _) = pool2.run(train_by_hand, method, 1.0, 4)
@@ -284,11 +289,9 @@ def test_whether_compression_pays() -> None:
     assert not would_pay(8e6, 9e6, 1e6, 0.1, 0.0).pays
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("method", LOSSY)
+@pytest.mark.parametrize("ranks", [2, in_slow_tier(4)])
+@pytest.mark.parametrize("method", [in_slow_tier("fp16"), in_slow_tier("bf16"), "int8", "topk", "powersgd"])
 def test_bytes_are_known_before_anything_is_sent(pool2: Pool, pool4: Pool, method: str, ranks: int) -> None:
-    if ranks == 4 and method not in ("int8", "topk"):
-        pytest.skip("two ranks show it")
     pool = pool2 if ranks == 2 else pool4
     config = CompressionConfig(method=method, **LOSSY[method])
     plain, compressed = bytes_per_step(config, map(torch.Size, SHAPES.values()), ranks)
@@ -318,7 +321,9 @@ def test_replicas_of_shards_exchange_compressed_gradients(pool4: Pool) -> None:
     whole = {"method": "topk", "ratio": 1.0, "min_compression": 0.0, "start_step": 0}
     plain = pool4.run(train_sharded, "none", "hybrid")
     compressed = pool4.run(train_sharded, whole, "hybrid")
-    lossy = pool4.run(train_sharded, {"method": "topk", "ratio": 0.2, "start_step": 0, "min_compression": 0.0}, "hybrid")
+    lossy = pool4.run(
+        train_sharded, {"method": "topk", "ratio": 0.2, "start_step": 0, "min_compression": 0.0}, "hybrid"
+    )
     for one, other, third in zip(plain, compressed, lossy, strict=True):
         assert one["sent"] is None
         assert 0 < third["sent"] < other["sent"]

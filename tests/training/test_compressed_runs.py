@@ -44,7 +44,9 @@ def go_back(output: Path, copy: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("topk", "local_sgd"))) for name in SETTINGS]
+)
 def test_a_run_that_resumes_repeats_one_that_does_not(pool2: Pool, toy: ToyRun, name: str) -> None:
     """Step 6 is within a round of local_sgd, and so is the end."""
     ranks = pool2.run(run_toy, toy.folder, SETTINGS[name], init=False)
@@ -61,7 +63,8 @@ def test_a_run_that_resumes_repeats_one_that_does_not(pool2: Pool, toy: ToyRun, 
         assert all(torch.equal(value, whole[f"model/{key}"]) for key, value in parameters.items())
 
 
-def test_state_matters_and_is_restored(pool2: Pool, toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_state_matters_and_is_restored(pool2: Pool, toy: ToyRun) -> None:
     """Without its residuals a resumed run ends with other weights."""
     pool2.run(run_toy, toy.folder, SETTINGS["topk"], init=False)
     copy = toy.folder / "copy"
@@ -84,7 +87,11 @@ def run_toy_without_state(folder: Path, overrides: list[str]) -> None:
     ("now", "line"),
     [
         ("topk", "the state of gradient compression starts at zero: method was int8 in the checkpoint and is topk"),
-        ("local_sgd", "it was saved with another exchange, so all ranks begin a round of local_sgd"),
+        pytest.param(
+            "local_sgd",
+            "it was saved with another exchange, so all ranks begin a round of local_sgd",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_state_of_another_method_starts_at_zero_and_a_line_says_so(
@@ -96,6 +103,7 @@ def test_state_of_another_method_starts_at_zero_and_a_line_says_so(
     assert log.count(line) == 1, log
 
 
+@pytest.mark.slow
 def test_state_of_other_processes_starts_at_zero(toy: ToyRun, pool2: Pool, pool4: Pool) -> None:
     batch = ["training.global_batch_size=8", "training.batch_size=2"]
     pool4.run(run_toy, toy.folder, [*SETTINGS["int8"], "training.max_steps=3", *batch], init=False)
@@ -129,7 +137,10 @@ def test_the_report_and_the_metrics_say_what_is_sent(pool2: Pool, toy: ToyRun) -
         (["distributed.compression={method: powersgd, rank: 0}"], "a product of thin matrices has at least rank 1"),
         (["distributed.compression.rank=3"], "compression has rank and no method"),
         (["distributed.compression=zip"], "distributed.compression"),
-        (["distributed.compression=topk", "distributed.strategy=fsdp"], "distributed.compression = topk: fsdp FULL_SHARD"),
+        (
+            ["distributed.compression=topk", "distributed.strategy=fsdp"],
+            "distributed.compression = topk: fsdp FULL_SHARD",
+        ),
         (["distributed.compression=int8", "distributed.strategy=deepspeed"], "communication_data_type"),
         (
             ["distributed.compression=int8", "distributed.local_sgd.sync_every=4"],

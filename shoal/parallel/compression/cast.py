@@ -83,7 +83,9 @@ class Float16(_Scaled):
 
     def _scales(self, largest: Tensor) -> Tensor:
         exponent = torch.frexp(largest).exponent.clamp(min=-110)
-        scales = torch.ldexp(torch.ones_like(largest), exponent - 15)  # the largest is below 2¹⁵, and fp16 ends at 65504
+        scales = torch.ldexp(
+            torch.ones_like(largest), exponent - 15
+        )  # the largest is below 2¹⁵, and fp16 ends at 65504
         return torch.where(largest.isfinite(), scales, 1.0)  # infinity and NaN stay what they are
 
     def _quantise(self, blocks: Tensor) -> Tensor:
@@ -116,9 +118,7 @@ class Cast(Method):
     def message_bytes(self, shape: torch.Size, ranks: int) -> float:
         return 2 * (ranks - 1) / ranks * -(-shape.numel() // BLOCK) * self.codec.bytes_per_block
 
-    def exchange(
-        self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire
-    ) -> dict[str, Exchanged]:
+    def exchange(self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire) -> dict[str, Exchanged]:
         """Exchanges buckets, so that one is coded while others are on their way. Ranks send them in the same order."""
         parts = [_Bucket(bucket, self.codec, wire) for bucket in buckets(tensors, _BUCKET_BYTES)]
         for part in parts:

@@ -1,10 +1,10 @@
 """Compression for loops that are written by hand, without a strategy of shoal.
 
-    compressor = GradientCompressor(compression_ratio=0.01, method="topk")
-    compressed = compressor.compress(gradient)          # {"values", "indices", "shape"}
-    dense = compressor.decompress(compressed)           # as long as the gradient, zero where nothing was sent
+compressor = GradientCompressor(compression_ratio=0.01, method="topk")
+compressed = compressor.compress(gradient)          # {"values", "indices", "shape"}
+dense = compressor.decompress(compressed)           # as long as the gradient, zero where nothing was sent
 
-    compressor.attach(DistributedDataParallel(model))   # or: let DDP exchange compressed gradients from now on
+compressor.attach(DistributedDataParallel(model))   # or: let DDP exchange compressed gradients from now on
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GradientCompressor:
         )
 
     def decompress(self, compressed: Mapping[str, Any]) -> Tensor:
-        """Returns the tensor that `compress` was given, dense, on its device and in its dtype, as far as it was kept."""
+        """Returns a dense tensor with what `compress` kept, on the same device and in the same dtype."""
         shape = compressed["shape"]
         if "indices" in compressed:
             values = compressed["values"]
@@ -127,8 +127,8 @@ class GradientCompressor:
             raise UserError("the compressor has no model; call attach(model) first")
         return self._exchange
 
-    def average(self, bucket: dist.GradBucket) -> Tensor:
-        """Replaces the gradients in a bucket by their mean over ranks."""
+    def average(self, bucket: Any) -> Tensor:
+        """Replaces the gradients in a bucket of DDP by their mean over ranks, and returns its buffer."""
         exchange = self._attached()
         parameters, gradients = bucket.parameters(), bucket.gradients()
         exchange.sum_over_ranks(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.parallel.compression.wire import Wire
 
+
 class Exchanged(NamedTuple):
     """The outcome for one tensor."""
 
@@ -28,9 +29,7 @@ class Method(ABC):
         return True
 
     @abstractmethod
-    def exchange(
-        self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire
-    ) -> dict[str, Exchanged]:
+    def exchange(self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire) -> dict[str, Exchanged]:
         """Returns the outcome for fp32 tensors. State is left as it is if `is_finite`, equal on all ranks, is false."""
 
     @abstractmethod
@@ -41,7 +40,7 @@ class Method(ABC):
         """Returns what the next step needs, by `<kind>/<parameter>`."""
         return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027, most methods have no state
         """Takes back what `state` returned; an empty mapping starts anew."""
 
 

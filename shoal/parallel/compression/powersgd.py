@@ -41,9 +41,7 @@ class PowerSGD(Method):
         rows, columns = shape[0], shape[1:].numel()
         return (rows + columns) * min(self.rank, rows, columns)
 
-    def exchange(
-        self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire
-    ) -> dict[str, Exchanged]:
+    def exchange(self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire) -> dict[str, Exchanged]:
         if not tensors:
             return {}
         device = next(iter(tensors.values())).device

@@ -31,9 +31,7 @@ class TopK(Method):
     def message_bytes(self, shape: torch.Size, ranks: int) -> float:
         return (ranks - 1) * self.count(shape.numel()) * (4 + _index_dtype(shape.numel()).itemsize)
 
-    def exchange(
-        self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire
-    ) -> dict[str, Exchanged]:
+    def exchange(self, tensors: Mapping[str, Tensor], step: int, is_finite: Tensor, wire: Wire) -> dict[str, Exchanged]:
         if not tensors:
             return {}
         device, values, places = next(iter(tensors.values())).device, list[Tensor](), list[Tensor]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from torch import nn
 
 from shoal.parallel.compression.local_sgd import LocalSGD
@@ -16,7 +15,8 @@ class LocalEngine(PlainEngine):
 
     def wrap(self, model: nn.Module) -> None:
         self.module = model
-        assert self.mesh is not None and self.layout.local_sgd is not None
+        assert self.mesh is not None
+        assert self.layout.local_sgd is not None
         group = self.mesh.get_group("dp_replicate")
         if not is_fake(next(model.parameters())):
             share_model(model, group)
