@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -223,7 +224,7 @@ class CompressionConfig(Section):
     ratio: Annotated[
         float,
         refuse_if(
-            lambda ratio: isinstance(ratio, int | float) and not 0 < ratio <= 1,
+            lambda ratio: isinstance(ratio, int | float) and (-inf < ratio <= 0 or 1 < ratio < inf),
             "it is the fraction of elements that is sent; use a number above 0 and at most 1",
         ),
     ] = 0.01
@@ -276,7 +277,7 @@ class CompressionConfig(Section):
 
 
 class LocalSGDConfig(Section):
-    sync_every: Positive
+    sync_every: Positive = 16
     """Average the weights of all ranks after so many steps. In between every rank trains alone."""
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
     """How far the weights move towards the average: 1 is the average itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -330,3 +331,25 @@ def test_replicas_of_shards_exchange_compressed_gradients(pool4: Pool) -> None:
         for name, part in one["parts"].items():
             assert abs(part - other["parts"][name]).max(initial=0) < 1e-6
     assert any(abs(lossy[0]["parts"][n] - plain[0]["parts"][n]).max(initial=0) > 1e-4 for n in plain[0]["parts"])
+
+
+def follow(warm_start: bool) -> tuple[list[float], int]:
+    """Compresses the same matrix in every step; returns how much of it is missing, and the number of factors kept."""
+    config = CompressionConfig(
+        method="powersgd", rank=1, start_step=0, error_feedback=False, warm_start=warm_start, seed=7
+    )
+    exchange = CompressedExchange(config, None, {"dp_replicate": 2})
+    matrix, missing = torch.diag(torch.linspace(1, 2, 40)), []
+    for step in range(12):
+        gradients = {"matrix": matrix.clone()}
+        exchange.sum_over_ranks(gradients, step)
+        missing.append((gradients["matrix"] - 2 * matrix).norm().item())
+    return missing, len(exchange.method.state())
+
+
+def test_a_warm_start_follows_the_largest_directions(pool2: Pool) -> None:
+    (warm, kept), _ = pool2.run(follow, True)
+    (cold, none), _ = pool2.run(follow, False)
+    assert (kept, none) == (1, 0)
+    assert all(later <= earlier + 1e-4 for earlier, later in pairwise(warm))
+    assert warm[-1] < min(cold)

@@ -74,8 +74,8 @@ class CompressedExchange:
             return
         device = next(iter(chosen.values())).device
         with wire.coding(device):
-            largest = torch.stack([gradient.abs().amax().float() for gradient in chosen.values()])
-            is_finite = largest.isfinite().all()
+            ends = torch.stack([end.float() for gradient in chosen.values() for end in gradient.aminmax()])
+            is_finite = ends.isfinite().all()
         is_finite = wire.all_reduce((~is_finite).float()) == 0  # on every rank
         scale = self.loss_scale() if self.loss_scale is not None else None
         with wire.coding(device):
@@ -86,8 +86,14 @@ class CompressedExchange:
                 chosen[name].copy_(total)
                 if self.config.feeds_back:
                     unsent = unsent if scale is None else unsent / scale
-                    before = self.residuals.get(name)
-                    self.residuals[name] = torch.where(is_finite, unsent, 0.0 if before is None else before)
+                    self.residuals[name] = self._new_residual(name, unsent, is_finite)
+
+    def _new_residual(self, name: str, unsent: Tensor, is_finite: Tensor) -> Tensor:
+        """Returns what was not sent, or the residual before if the step is thrown away."""
+        if is_finite.device.type == "cpu" and is_finite:  # the host need not wait for a device to know
+            return unsent
+        before = self.residuals.get(name)
+        return torch.where(is_finite, unsent, torch.zeros_like(unsent) if before is None else before)
 
     def _compresses(self, gradient: Tensor) -> bool:
         return gradient.dtype in _DTYPES and self.method.compresses(gradient.shape)
