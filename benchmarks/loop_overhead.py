@@ -126,7 +126,7 @@ def raw(folder: Path, steps: int) -> None:
             record(folder, step, loss)
 
 
-def shoal(folder: Path, steps: int) -> None:
+def shoal(folder: Path, steps: int, with_own: bool = False) -> None:
     """Adds to every step: a seed, the mean over a count, the position in the data, and no update if the gradient is not
     finite. Adds to every record: gradient norm, speeds, memory, skipped updates."""
     from shoal.config import Run
@@ -147,6 +147,14 @@ def shoal(folder: Path, steps: int) -> None:
         def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
             return cross_entropy(output, batch["labels"], reduction="sum")
 
+    class WithAccuracy(Classify):
+        def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
+            return {"accuracy": ((output.argmax(1) == batch["labels"]).sum(), len(output))}
+
+        def after_step(self, run: Any) -> None:
+            self.last_step = run.step
+
+    recipe = WithAccuracy if with_own else Classify
     optimisation = {"learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_NORM}
     config = {
         "recipe": "loop_overhead:Classify",
@@ -154,8 +162,14 @@ def shoal(folder: Path, steps: int) -> None:
         "training": {"max_steps": steps, "batch_size": BATCH, **optimisation},
         "logging": {"every": LOG_EVERY, "console": "off", "tensorboard": False},
         "checkpoint": {"every": None},
+        "callbacks": [{"name": "loss_spike"}] if with_own else [],
     }
-    train(Run(Config.model_validate(config), Classify, Classify.Config(), sources={}))
+    train(Run(Config.model_validate(config), recipe, recipe.Config(), sources={}))
+
+
+def shoal_own(folder: Path, steps: int) -> None:
+    """As shoal, with a metric, a hook that every step calls, and a callback that every record calls."""
+    shoal(folder, steps, with_own=True)
 
 
 def fabric(folder: Path, steps: int) -> None:
@@ -242,6 +256,7 @@ def lightning(folder: Path, steps: int) -> None:
 PEERS = {
     "raw": (raw, ["torch"]),
     "shoal": (shoal, ["shoal"]),
+    "shoal_own": (shoal_own, ["shoal"]),
     "fabric": (fabric, ["lightning"]),
     "accelerate": (accelerate, ["accelerate"]),
     "hf_trainer": (hf_trainer, ["transformers", "accelerate"]),

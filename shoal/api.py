@@ -9,16 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from shoal.callbacks.average import KIND
-from shoal.checkpoint import open_checkpoint
 from shoal.config import run as config_run
 from shoal.config.from_python import ConfigLike, run_from_python
 from shoal.errors import UserError
+from shoal.launch.mistakes import with_hints
 from shoal.launch.spawn import run_function
 from shoal.launch.worker import log_path
 from shoal.processes.detect import detect, is_worker
@@ -39,7 +37,8 @@ def train(config: ConfigLike = None, /, *, recipe: Any = None, **sections: Any) 
     restarts if one dies, which only the command `shoal train` has. Under torchrun every process calls this.
     """
     run = run_from_python(config, recipe, sections, "shoal.train(...)")
-    return train_in_processes(run, train_run) if starts_processes(run) else train_run(run)
+    with with_hints():
+        return train_in_processes(run, train_run) if starts_processes(run) else train_run(run)
 
 
 class Run(OwnRun):
@@ -101,15 +100,8 @@ def train_in_processes(run: config_run.Run, train: Callable[..., Outcome], *args
     loads_best = run.config.checkpoint.load_best_model_at_end and not outcome.stopped_by
     path = outcome.best_checkpoint if loads_best else outcome.last_checkpoint
     assert path is not None
-    average = _evaluated_average(run, path) if loads_best else None
+    average = "evaluated" if loads_best else "none"
     return replace(outcome, model=load(path, recipe=run.make_recipe(), average=average))
-
-
-def _evaluated_average(run: config_run.Run, checkpoint: Path) -> str | None:
-    """Returns the callback whose average was evaluated in place of the weights, if the checkpoint has it."""
-    kept = open_checkpoint(checkpoint).stored_state().callbacks
-    names = (choice.name for choice in run.callbacks if choice.build().evaluated_weights() == KIND)
-    return next((name for name in names if any(key.startswith(f"{name}/{KIND}/") for key in kept)), None)
 
 
 def _train_as_rank(run: config_run.Run, train: Callable[..., Outcome], args: tuple[Any, ...]) -> Outcome:

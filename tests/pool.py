@@ -34,6 +34,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,7 @@ class Pool:
         atexit.unregister(self.close)
 
     def _start(self) -> None:
-        CONTEXT.set_forkserver_preload(
-            PRELOAD + [name for name in PRELOAD_IF_IMPORTED if name.split(".")[0] in sys.modules]
-        )
+        _start_fork_server()
         atexit.register(self.close)
         self._logs = tempfile.mkdtemp(prefix="pool-", dir=self.scratch)
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
@@ -269,6 +268,20 @@ class Pool:
             if output := worker.log.read_text(errors="replace").rstrip():
                 report += f"\noutput of rank {rank}:\n{output[-TAIL_CHARACTERS:]}"
         return WorkerFailure(first, report)
+
+
+def _start_fork_server() -> None:
+    """Starts the process that all workers are forked from, unless it runs already."""
+    preload = PRELOAD + [name for name in PRELOAD_IF_IMPORTED if name.split(".")[0] in sys.modules]
+    chosen_before = os.environ.get("DS_ACCELERATOR")
+    if not torch.accelerator.is_available():  # DeepSpeed chooses the device when it is imported
+        preload.append("deepspeed")
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    CONTEXT.set_forkserver_preload(preload)
+    forkserver.ensure_running()
+    os.environ.pop("DS_ACCELERATOR", None)
+    if chosen_before is not None:
+        os.environ["DS_ACCELERATOR"] = chosen_before
 
 
 def _free_port() -> int:

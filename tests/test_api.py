@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from test_docs import blocks
 from verify.runs import bdh
 
 import shoal
-from shoal.api import _evaluated_average
 from shoal.checkpoint import step_folder
 from shoal.config.from_python import run_from_python
 from shoal.errors import UserError
@@ -177,15 +177,26 @@ def test_the_average_that_was_evaluated_is_loaded(toy: ToyRun) -> None:
     options = {**QUIET, **saving, "callbacks": [{"name": "ema", "decay": 0.5}]}
     outcome = shoal.train(toy.config, **SHORT, **options)
     run = run_from_python(toy.config, None, {**SHORT, **options}, "x")
-    assert _evaluated_average(run, outcome.best_checkpoint) == "ema"
     plain, average = (shoal.load(outcome.best_checkpoint, recipe=run.recipe_type, average=a) for a in (None, "ema"))
     assert torch.equal(average[0].weight, outcome.model[0].weight)
     assert not torch.equal(plain[0].weight, average[0].weight)
+    for expected, options in ((average, {}), (average, {"average": "evaluated"}), (plain, {"average": "none"})):
+        best = shoal.load(toy.output, recipe=run.recipe_type, which="best", **options)
+        assert torch.equal(best[0].weight, expected[0].weight)
     with pytest.raises(UserError, match=r"average swa: .* has no average of this callback; it has those of ema"):
         shoal.load(outcome.best_checkpoint, recipe=run.recipe_type, average="swa")
     shutil.rmtree(toy.output)
-    shoal.train(toy.config, **SHORT, **QUIET)
-    assert _evaluated_average(run, step_folder(toy.output, 3)) is None
+    outcome = shoal.train(toy.config, **SHORT, **QUIET)
+    weights = shoal.load(step_folder(toy.output, 3), recipe=run.recipe_type, average="evaluated")
+    assert torch.equal(weights[0].weight, outcome.model[0].weight)
+
+
+def test_an_exception_says_what_to_do(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    looked_up = "torch.embedding(torch.ones(2, 2), torch.tensor([7]))"
+    change_recipe("def loss(self, output, batch):", f"def loss(self, output, batch):\n        {looked_up}")
+    with pytest.raises(IndexError) as caught:
+        shoal.train(toy.config, **SHORT, **QUIET)
+    assert caught.value.__notes__[-1].startswith("shoal: a label or token is not below the number of classes")
 
 
 def test_a_run_has_the_name_of_its_file(toy: ToyRun) -> None:

@@ -257,7 +257,8 @@ def test_launch_distributed(tmp_path):
     assert "RuntimeError rank 1 was killed by SIGKILL before it returned" in lines
 
 
-@pytest.mark.parametrize("way", ["-c", pytest.param("-", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["-c", "-"])
 def test_launch_distributed_where_there_is_no_file_to_import(tmp_path, way):
     code = (
         "from shoal.distributed import get_rank, launch_distributed\n"

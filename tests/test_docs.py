@@ -54,7 +54,10 @@ def train_here(config: Path, overrides: list[str]) -> int:
     return train(load_run(config, overrides)).step
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "configs/" in c])
+SLOW = {"shoal verify configs/demo.yaml": pytest.mark.slow}  # tests/verify proves smaller models
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=SLOW.get(c, ())) for c in commands() if "configs/" in c])
 def test_commands_in_the_docs_run(command: str, tmp_path: Path, pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)

@@ -106,9 +106,10 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
         return
     if outcome.preview:
         sample = printable(outcome.preview, keep="\n\t")
-        print(f"\na sample\n{'─' * 60}\n{sample}\n{'─' * 60}")
+        print(f"\npreview\n{'─' * 60}\n{sample}\n{'─' * 60}")
     if outcome.first_step == outcome.step:
-        print(f"already finished at step {outcome.step}")
+        behind = f", behind training.max_steps = {outcome.total_steps}" if outcome.step > outcome.total_steps else ""
+        print(f"already finished at step {outcome.step}{behind}")
     else:
         losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
         print(f"finished at step {outcome.step}, {', '.join(losses)}")

@@ -135,7 +135,7 @@ class TrainingConfig(Section):
     max_skipped_steps: Positive = 10
     """Stop the run after this many steps in a row were skipped because the gradient was not finite."""
 
-    lr_scheduler: Annotated[Scheduler, short_for("name")] = Decay(name="cosine", min_ratio=0.1)
+    lr_scheduler: Annotated[Scheduler, short_for("name")] = Decay(name="cosine")
     """The learning-rate schedule: its name, or a section with its name and options. `path.to:function` is one of your
     own, `f(step, total_steps)`, which returns the factor on the learning rate."""
     warmup_steps: NonNegative | None = None

@@ -55,6 +55,17 @@ def explained(run: Run | None = None) -> Iterator[None]:
         raise RecipeFailure(line) from error
 
 
+@contextmanager
+def with_hints() -> Iterator[None]:
+    """Adds what to do to an exception from the user's code, which passes with its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError) and (hint := _hint(error)):
+            error.add_note(f"shoal: {hint}")
+        raise
+
+
 def describe(error: Exception) -> str | None:
     """Returns where in the user's code an exception was raised, what it says, and what to do; None if nowhere there."""
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
@@ -70,8 +81,12 @@ def describe(error: Exception) -> str | None:
         return None
     file, line, function = places[-1]
     notes = "".join(f"; {one_line(note)}" for note in getattr(error, "__notes__", ()))
-    hint = next((f"; {hint}" for pattern, hint in _HINTS.items() if re.search(pattern, str(error))), "")
+    hint = f"; {hint}" if (hint := _hint(error)) else ""
     return f"{_shown(file)}:{line} in {function}: {type(error).__name__}: {message}{hint}{notes}"
+
+
+def _hint(error: Exception) -> str:
+    return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, str(error))), "")
 
 
 def describe_lack_of_memory(error: Exception, run: Run) -> str:

@@ -43,7 +43,7 @@ class Spirals(Recipe):
     def loss(self, output, batch):  # the sum, not the mean: shoal divides by the labels in the whole global batch
         return F.cross_entropy(output, batch["labels"], reduction="sum")
 
-    def preview(self, model):  # shown after the last evaluation; may be left out
+    def preview(self, model):  # a text that is logged with every evaluation, and printed at the end; may be left out
         data = self.eval_data()
         output = model(data.points.to(next(model.parameters()).device))
         return f"{(output.argmax(1).cpu() == data.labels).float().mean():.1%} of the points for evaluation are right"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch.nn.functional as F
@@ -221,6 +222,15 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.ndim == 0:
         return logits
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def similar_methods(recipe: Recipe) -> dict[str, str]:
+    """Returns the methods of a recipe that shoal does not call, and whose names are nearly those of methods that it
+    does: `metric` for `metrics`."""
+    called = [name for name in dir(Recipe) if not name.startswith("_") and callable(getattr(Recipe, name))]
+    own = {name for name in dir(recipe) if not name.startswith("_") and not hasattr(Recipe, name)}
+    near = {name: get_close_matches(name, called, n=1, cutoff=0.85) for name in sorted(own)}
+    return {name: found[0] for name, found in near.items() if found and callable(getattr(recipe, name))}
 
 
 def num_samples(batch: Any) -> int:

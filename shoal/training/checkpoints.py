@@ -90,13 +90,25 @@ class Checkpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
-    def save(self, progress: Mapping[str, Any], evaluation: Mapping[str, float] | None, hooks: HookState) -> None:
-        """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went."""
+    def save(
+        self,
+        progress: Mapping[str, Any],
+        evaluation: Mapping[str, float] | None,
+        hooks: HookState,
+        evaluated: str | None,
+    ) -> None:
+        """Writes the state; in the background it returns when the state is copied, and `wait` hears how it went.
+
+        `evaluated` is where the checkpoint has the weights that were evaluated, such as `ema/average`, if not in the
+        model.
+        """
         trainer = {**progress, **hooks.as_json()}
         if self.schedule_state:
             trainer["schedule"] = self.schedule_state()
         if evaluation is not None:
             trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
+            if evaluated is not None:
+                trainer["evaluated_weights"] = evaluated
         about = {
             "layout": self.session.strategy.layout.as_dict(),
             "batches": [[phase.first_epoch, phase.global_batch_size] for phase in self.progress.batches.phases],

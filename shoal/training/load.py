@@ -31,8 +31,10 @@ def load(
 
     Of a run folder it is the latest good checkpoint, or the best one. Recipes that shoal ships are found by their
     names; any other has to be passed: its class, which is built with the checkpoint's config, or an object. `average`
-    names a callback, such as `ema`, whose average is loaded in place of the weights.
+    names a callback, such as `ema`, whose average is loaded in place of the weights, or is `evaluated`: the average
+    that the last evaluation used, if it used one. That is the default with `which="best"`; `none` loads the weights.
     """
+    average = average or ("evaluated" if which == "best" else "none")
     path = Path(checkpoint)
     if which not in ("latest", "best"):
         raise UserError(f"shoal.load: which = {which!r}: use latest or best")
@@ -66,15 +68,24 @@ def _best_first(run_folder: Path) -> list[Path]:
     return [manager.path_of(step) for step, _ in manager.best()]
 
 
-def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, average: str | None) -> nn.Module:
+def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, average: str) -> nn.Module:
     try:
-        source = Source(checkpoint, dtype=None, adapter_only=False, average=average)
+        source = Source(checkpoint, dtype=None, adapter_only=False, average=_callback_of(checkpoint, average))
         model = build_model(_find_recipe(checkpoint, recipe), source, "pass the recipe that it was trained with")
         stored = {name: tensor.read() for name, tensor in checkpoint.stored_state().strategy.items()}  # type: ignore[attr-defined]
     except FrozenBaseError as error:
         raise UserError(f"{checkpoint.folder} refers to frozen weights, but {error}; put the file back") from None
     ModuleState(model, ()).set_extra_state(stored)
     return model.to(device)
+
+
+def _callback_of(checkpoint: Checkpoint, average: str) -> str | None:
+    """Returns the callback whose average is to be loaded, or None."""
+    if average != "evaluated":
+        return None if average == "none" else average
+    evaluated = str(checkpoint.trainer.get("evaluated_weights", ""))
+    has_it = evaluated and any(name.startswith(f"{evaluated}/") for name in checkpoint.stored_state().callbacks)
+    return evaluated.partition("/")[0] if has_it else None
 
 
 def _find_recipe(checkpoint: Checkpoint, recipe: Any) -> Any:

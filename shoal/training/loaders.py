@@ -46,6 +46,9 @@ def open_data(recipe: Any, config: Config) -> Data:
     train = recipe.train_data()
     seed_generators(mix(config.experiment.seed, "eval_data"))
     data = Data(train, _evaluation_sets(recipe))
+    for method, dataset in (("train_data", train), *(("eval_data", one) for one in data.evaluation.values())):
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise UserError(f"recipe {type(recipe).__name__}: {method} has no samples; it must have at least one")
     if training.num_epochs and data.epoch_size is None:
         raise UserError("training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps")
     if training.eval_steps and not data.evaluation:

@@ -315,7 +315,7 @@ class Shell:
         if skipped := self.checkpoints.progress.skipped_samples:
             progress["skipped_samples"] = [*map(list, skipped)]
         evaluation = self._evaluation if self._evaluated_step == self.step else None
-        self.checkpoints.save(progress, evaluation, self.hooks.state())
+        self.checkpoints.save(progress, evaluation, self.hooks.state(), self.hooks.evaluated_weights())
         self._save_soon = False
         self.observers.meter.restart_clock(self.loaders.train)
 
@@ -378,12 +378,13 @@ class Shell:
     def _find_best(self) -> int | None:
         """Says which step was best, and loads it if asked to."""
         config = self.config.checkpoint
-        loads = config.load_best_model_at_end and not self.stopped_by
-        if (best := self.checkpoints.find_best(loads, self.step, self.hooks.evaluated_weights())) is None:
+        loads, evaluated = config.load_best_model_at_end and not self.stopped_by, self.hooks.evaluated_weights()
+        if (best := self.checkpoints.find_best(loads, self.step, evaluated)) is None:
             return None
         step, value = best
         path, loaded = self.checkpoints.manager.path_of(step), "; its weights are in the model" if loads else ""
-        self.observers.console.line(f"best: step {step}, {config.metric} {value:.6g}, {path}{loaded}")
+        whose = f" of {evaluated}" if evaluated else ""
+        self.observers.console.line(f"best: step {step}, {config.metric} {value:.6g}{whose}, {path}{loaded}")
         return step
 
 

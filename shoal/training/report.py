@@ -18,6 +18,7 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
+from shoal.recipes.recipe import similar_methods
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -201,6 +202,8 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():
             yield "callbacks", callbacks, ("callbacks",)
+        for name, meant in similar_methods(session.recipe).items():
+            yield "not called", f"{type(session.recipe).__name__}.{name}: nothing calls it; did you mean {meant}?", ()
         if own_hooks := shell.hooks.describe_recipe():
             yield "recipe's hooks", own_hooks, ()
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30
@@ -324,5 +327,5 @@ def _distinct(groups: list[dict[str, Any]], key: str) -> str:
 def _say_turn(turn: Turn) -> str:
     """Returns an objective with what it trains, and how."""
     clip = f"clipped to {turn.max_norm:g}" if turn.max_norm else "not clipped"
-    rate = turn.optimizer.param_groups[0]["initial_lr"]
-    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rate:g}, {clip})"
+    rates = _distinct(turn.optimizer.param_groups, "initial_lr")
+    return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rates}, {clip})"

@@ -42,13 +42,17 @@ class Bounds:
 
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-3, 1e-7),
+    "fp32": Bounds(1e-5, 1e-4, 1e-2, 1e-7),
     "bf16": Bounds(3e-2, 5e-2, 3e-1, 1e-3),
     "pure_bf16": Bounds(3e-2, 5e-2, 3e-1, 1e-3),
     "fp16": Bounds(3e-3, 1e-2, 1e-1, 1e-4),
     "fp8": Bounds(1e-1, 2e-1, 5e-1, 1e-2),
 }
-"""By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large."""
+"""By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large.
+
+AdamW's bound is wide, because it turns the rounding of small gradients into steps of full size, which the next
+gradients then see; what it computes from a gradient is checked by itself, with `UPDATE_BOUND`.
+"""
 
 
 UPDATE_BOUND = 1e-5
@@ -285,7 +289,7 @@ def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allo
     errors = {key: (expected[key] - got[key]).norm().item() / max(bound, 1e-30) for key, bound in allowed.items()}
     worst = max(errors, key=lambda key: inf if isnan(errors[key]) else errors[key], default="-")
     error = errors.get(worst, 0.0)
-    return Check(name, error <= 1, f"{error:.1e} of the allowed difference, worst tensor {worst}")
+    return Check(name, error <= 1, f"{error:.2g} × the allowed difference, worst tensor {worst}")
 
 
 def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[Check]:

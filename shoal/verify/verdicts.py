@@ -28,7 +28,7 @@ ANSWERS: Mapping[Outcome, tuple[str, str]] = {
     "left out": ("cannot", "-"),
 }
 """The answers in the table: is the training the same, and does the layout do its work?"""
-_ROW = "{:<16}  {:>9}  {:<13}  {:<13}  {}"
+_ROW = "{:<18}  {:>9}  {:<13}  {:<13}  {}"
 
 
 class Table:
@@ -80,15 +80,13 @@ def say_frozen(verdict: Verdict) -> str:
 def _remark(verdict: Verdict) -> str:
     """Returns the reason if a layout is not proved, and whether it is the config's own."""
     failed = [check for check in verdict.checks if not check.passed]
-    if verdict.outcome == "not comparable":
-        reason = why_not_comparable(verdict)
-    elif failed:
+    reason = why_not_comparable(verdict) if verdict.outcome == "not comparable" else verdict.left_out
+    if failed:
         most_telling = next((check for check in failed if check.name == "gradients"), failed[0])
-        reason = f"{most_telling.name}: {most_telling.detail}; -v shows all checks"
+        detail = f"{most_telling.name}: {most_telling.detail}; -v shows all checks"
+        reason = f"{reason} ({detail})" if reason else detail
     elif verdict.outcome == "lossy":
         reason = f"{verdict.lossy}: not the same training as on one device; its own checks hold"
-    else:
-        reason = verdict.left_out
     return f"{reason}{_own(verdict)}".strip()
 
 

@@ -150,7 +150,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], TrainingConfig, dict[str, Any], set[st
                 "params": {
                     "total_num_steps": 100,
                     "warmup_num_steps": 10,
-                    "cos_min_ratio": 0.1,
+                    "cos_min_ratio": 0.0,
                     "warmup_type": "linear",
                 },
             },
@@ -464,7 +464,7 @@ def test_defaults_that_contradict_the_run_are_reported() -> None:
             "DeepSpeed's default, log, contradicts the run, whose warmup is linear; say auto, or make them agree"
         ),
         "scheduler.params.cos_min_ratio": (
-            "DeepSpeed's default, 0.0001, contradicts training.lr_scheduler.min_ratio = 0.1; say auto, or make them "
+            "DeepSpeed's default, 0.0001, contradicts training.lr_scheduler.min_ratio = 0.0; say auto, or make them "
             "agree"
         ),
     }

@@ -58,6 +58,7 @@ def test_two_processes_train_and_print_once(toy: ToyRun, change_recipe: Callable
     assert_same_weights(toy)
 
 
+@pytest.mark.slow  # tests/processes/test_detect.py reads torchrun's variables
 def test_torchrun_starts_the_processes_of_a_run(toy: ToyRun) -> None:
     with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", *SAME) as run:
         assert run.wait() == 0, run.err
@@ -161,6 +162,7 @@ def test_refused_before_a_process_starts(
         assert word in str(caught.value)
 
 
+@pytest.mark.slow  # tests/processes/test_board.py has what listens there
 def test_a_second_machine_with_a_wrong_address_ends_with_one_line(toy: ToyRun) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -234,12 +236,13 @@ def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None
     assert not toy.output.exists()
 
 
+@pytest.mark.slow  # an exception, below, comes the same way
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
         (["dataset.size=0"], "train_data"),
-        pytest.param(["distributed.strategy=single"], "distributed.strategy = single", marks=pytest.mark.slow),
-        pytest.param(["experiment.output_dir=run.yaml"], "experiment.output_dir", marks=pytest.mark.slow),
+        (["distributed.strategy=single"], "distributed.strategy = single"),
+        (["experiment.output_dir=run.yaml"], "experiment.output_dir"),
     ],
 )
 def test_a_mistake_found_by_workers_is_printed_once_in_one_line(toy: ToyRun, overrides: list[str], word: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.recipes import Recipe
+from shoal.recipes.recipe import similar_methods
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -82,6 +83,12 @@ def test_terms_of_the_loss_are_counted() -> None:
 @pytest.mark.parametrize("shape", [(4,), (4, 10), (4, 10, 2)])
 def test_labels_that_are_no_integers_count_as_samples(shape: tuple[int, ...]) -> None:
     assert Recipe().count({"x": torch.zeros(4, 9), "labels": torch.rand(shape)}) == 4
+
+
+def test_a_method_with_nearly_the_name_of_another_is_found() -> None:
+    methods = {"metric": lambda self: 0, "evaldata": lambda self: 0, "loss_of_pair": lambda self: 0, "label": 3}
+    assert similar_methods(type("Typos", (Recipe,), methods)()) == {"metric": "metrics", "evaldata": "eval_data"}
+    assert similar_methods(Counting([])) == {}
 
 
 def test_methods_may_be_given_to_an_object() -> None:

@@ -334,7 +334,9 @@ def test_a_recipe_builds_an_optimizer_for_each_objective(tmp_path: Path, monkeyp
         assert {group["initial_lr"] for group in groups} == {rate}
 
 
-def test_unused_parameters_are_those_that_no_objective_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_what_is_unused_and_the_rates_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = gan(tmp_path, "training.max_steps=1")
     build_model = run.recipe_type.build_model
 
@@ -344,9 +346,16 @@ def test_unused_parameters_are_those_that_no_objective_uses(tmp_path: Path, monk
         model.generator.forward = lambda x: nn.Sequential(*[*model.generator][:-1])(x)
         return model
 
+    def in_groups(self: Any, model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": model.generator.parameters()}, {"params": model.discriminator.parameters(), "lr": 2e-3}]
+
     monkeypatch.setattr(run.recipe_type, "build_model", with_spare)
+    monkeypatch.setattr(run.recipe_type, "param_groups", in_groups)
+    monkeypatch.setattr(run.recipe_type, "metric", lambda self: 0, raising=False)
     train(run)
     report = (tmp_path / "report.txt").read_text()
+    assert "discriminator (6 tensors, learning rate 0.002, not" in report
+    assert "RingGan.metric: nothing calls it; did you mean metrics?" in report
     (row,) = [line for line in report.splitlines() if "generator.spare.weight" in line]
     assert "discriminator" not in row
     assert "generator.0" not in row

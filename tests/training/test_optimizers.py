@@ -326,7 +326,7 @@ def test_an_optimizer_of_the_users_own_is_reported(toy: ToyRun) -> None:
     report = (toy.output / "report.txt").read_text()
     row = next(line for line in report.splitlines() if line.startswith("optimizer"))
     for words in (
-        f"{OWN}Picky (the host waits each step), learning rate 0.01, cosine (min_ratio 0.1) to step 2",
+        f"{OWN}Picky (the host waits each step), learning rate 0.01, cosine (min_ratio 0.0) to step 2",
         "no weight decay, clipped to 1",
     ):
         assert words in row
