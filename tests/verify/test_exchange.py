@@ -83,7 +83,7 @@ def trace_averaging_twice(run: Run, steps: int, shared: Shared | None, adamw: bo
 
 def trace_with_wrong_average(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
     mean = LocalSGD._mean
-    with patch.object(LocalSGD, "_mean", lambda self: {name: 2 * t for name, t in mean(self).items()}):
+    with patch.object(LocalSGD, "_mean", lambda self, wire=None: {name: 2 * t for name, t in mean(self).items()}):
         return trace(run, steps, shared, adamw)
 
 

@@ -17,6 +17,7 @@ from shoal.parallel.compression.powersgd import PowerSGD
 from shoal.parallel.compression.rank_state import state_of_rank, tag_with_rank
 from shoal.parallel.compression.topk import TopK
 from shoal.parallel.compression.wire import Wire, all_reduce_bytes, sum_in_buckets
+from shoal.torch_private import is_fake
 
 _RESIDUAL = "residual/"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,9 @@ class CompressedExchange:
         if not gradients:
             return
         wire = self.wire
+        if is_fake(next(iter(gradients.values()))):  # a planner's tensors have no values to compress
+            sum_in_buckets([*gradients.values()], wire)
+            return
         wire.start()
         total_bytes = sum(gradient.nbytes for gradient in gradients.values())
         wire.bytes_uncompressed = all_reduce_bytes(total_bytes, wire.ranks)
@@ -137,6 +141,10 @@ class CompressedExchange:
             return gradient
         residual = self.residuals[name] = self.residuals[name].to(gradient.device)
         return gradient + (residual if scale is None else residual * scale)
+
+    def num_stored_copies(self, slots: int) -> int:
+        """Returns how many numbers a checkpoint has at most for each parameter besides weights and moments."""
+        return self.wire.ranks * self.config.feeds_back
 
     def state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint has of this rank."""

@@ -43,7 +43,9 @@ class LocalSGD:
         self.config, self.wire = config, Wire(group, config.sync_every)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._origin = {"method": "local_sgd", "mesh": dict(mesh)}
-        self.wire.bytes_uncompressed = all_reduce_bytes(sum(p.nbytes for p in self._parameters.values()), self.ranks)
+        total_bytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        # A round sends what plain ddp sends in a step; known before the first one, also in a process that resumes.
+        self.wire.bytes_sent = self.wire.bytes_uncompressed = all_reduce_bytes(total_bytes, self.ranks)
         self.anchor: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
         self._start_round()
@@ -68,7 +70,7 @@ class LocalSGD:
         if self.on_average is not None:
             before = [{n: t.detach().clone() for n, t in one.items()} for one in (self._parameters, self.anchor)]
         with self.wire.exchanging(next(iter(self.anchor.values())).device):
-            for name, mean in self._mean().items():
+            for name, mean in self._mean(self.wire).items():
                 anchor, velocity = self.anchor[name], self.momentum[name]
                 difference = anchor - mean
                 velocity.mul_(momentum).add_(difference)
@@ -78,10 +80,10 @@ class LocalSGD:
         if self.on_average is not None and before is not None:
             self.on_average(*before)
 
-    def _mean(self) -> dict[str, Tensor]:
-        """Returns the average of each parameter over ranks."""
+    def _mean(self, wire: Wire | None = None) -> dict[str, Tensor]:
+        """Returns the average of each parameter over ranks; `wire` counts what is sent, if it is part of a step."""
         totals = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        sum_in_buckets([*totals.values()], self.wire)
+        sum_in_buckets([*totals.values()], wire or Wire(self.wire.group))
         return {name: total.div_(self.ranks) for name, total in totals.items()}
 
     def agree(self, info: StepInfo) -> StepInfo:
@@ -123,6 +125,10 @@ class LocalSGD:
 
     def check(self) -> None:
         """Is called after the first step; nothing can keep the outer step from its work."""
+
+    def num_stored_copies(self, slots: int) -> int:
+        """Returns how many numbers a checkpoint has at most for each parameter besides weights and moments."""
+        return 2 + self.ranks + slots * (self.ranks - 1)
 
     # Checkpoints
 
