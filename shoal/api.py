@@ -22,7 +22,8 @@ from shoal.launch.worker import log_path
 from shoal.processes.detect import detect, is_worker
 from shoal.training.load import load
 from shoal.training.loop import Outcome, Shell
-from shoal.training.own_loop import Evaluation, OwnRun, Step
+from shoal.training.own_loop import Evaluation, OwnRun
+from shoal.training.own_steps import Step
 from shoal.training.preflight import check_start
 from shoal.training.signals import StopFlag
 from shoal.training.trainer import train as train_run

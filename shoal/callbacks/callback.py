@@ -26,6 +26,10 @@ class Callback(HookMethods):
         """Returns a context that surrounds each evaluation, such as one that replaces the weights."""
         return nullcontext()
 
+    def why_idle(self, run: RunHandle) -> str:
+        """Returns why the callback has no effect in this run, for the report; an empty text if it has one."""
+        return ""
+
     def evaluated_weights(self) -> str | None:
         """Returns the kind of tensors in `state`, such as `average`, that `evaluating` puts in place of the weights."""
         return None

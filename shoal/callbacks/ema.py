@@ -68,6 +68,11 @@ class EMA(Callback):
     def evaluated_weights(self) -> str | None:
         return KIND if self.config.use_for_evaluation else None
 
+    def why_idle(self, run: RunHandle) -> str:
+        return (
+            f"the run ends before start_step = {start}" if (start := self.config.start_step) > run.total_steps else ""
+        )
+
     def state(self) -> dict[str, Any]:
         return {"updates": self._updates, **(self._average.state() if self._average else {})}
 

@@ -50,6 +50,9 @@ class Histograms(Callback):
                 "strategy fsdp or ddp, or leave the callback out"
             )
 
+    def why_idle(self, run: RunHandle) -> str:
+        return f"the run has fewer than every = {every} steps" if (every := self.config.every) > run.total_steps else ""
+
     @torch.no_grad()
     def before_update(self, run: RunHandle) -> None:
         """The weights are those that the gradients belong to."""

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from shoal.callbacks.callback import Callback
 from shoal.config import Section
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.callbacks.run_handle import RunHandle
@@ -32,13 +33,28 @@ class LossSpike(Callback):
 
     def after_log(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
         loss, config = metrics["train/loss"], self.config
-        if len(self._losses) == config.window and loss > config.factor * (usual := median(self._losses)):
+        usual = median(self._losses) if len(self._losses) == config.window else None
+        if usual is not None and usual <= 0:
+            raise UserError(
+                f"callbacks: loss_spike compares with {config.factor:g} times the median loss, which is {usual:.6g} "
+                "and has to be above 0; leave it out, or add a constant to the loss"
+            )
+        if usual is not None and loss > config.factor * usual:
             run.go_back(
                 f"callbacks: loss_spike: the loss is {loss:.6g}, more than {config.factor:g} times {usual:.6g}, the "
                 f"median of the last {config.window} logged ones"
             )
         elif isfinite(loss):
             self._losses.append(loss)
+
+    def why_idle(self, run: RunHandle) -> str:
+        steps, every = run.total_steps, run.config.logging.every
+        lines = steps // every + (every > 1) + (steps % every > 0)  # the first and the last step have one, too
+        return (
+            f"the log of the run has no more than window = {self.config.window} lines"
+            if (lines <= self.config.window)
+            else ""
+        )
 
     def state(self) -> dict[str, Any]:
         return {"losses": [*self._losses]}

@@ -88,6 +88,8 @@ class RunHandle:
     requested_factor: float = 1.0
     requested_stop: str | None = None
     requested_return: str | None = None
+    may_go_back: bool = False
+    """True while `after_log` is called."""
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Shows a number in the next line of the log. A tensor stays on the device until then."""
@@ -116,6 +118,8 @@ class RunHandle:
         """
         if self.config.training.body is not None:
             raise UserError(f"{reason}: {NO_WAY_BACK}; leave out what calls go_back, or train the recipe's loss")
+        if not self.may_go_back:
+            raise UserError(f"go_back({str(reason)!r:.100}): it was not called in after_log; call it there")
         self.requested_return = str(reason)
 
     def stop(self, reason: str) -> None:

@@ -85,6 +85,11 @@ class SWA(Callback):
             with self._average.in_use():
                 self._statistics = _estimate(run, self.config.batch_norm_steps)
 
+    def why_idle(self, run: RunHandle) -> str:
+        return (
+            f"the run ends before start_step = {start}" if (start := self.config.start_step) > run.total_steps else ""
+        )
+
     def state(self) -> dict[str, Any]:
         tensors = self._average.state() if self._average else {}
         return {"count": self._count, **tensors, **{f"{BUFFER}/{k}": v for k, v in self._statistics.items()}}
@@ -97,7 +102,11 @@ class SWA(Callback):
 
 def _estimate(run: RunHandle, steps: int | None) -> dict[str, Tensor]:
     """Returns the statistics of BatchNorm over training data, by name; those in the model stay as they are."""
-    layers = {name: m for name, m in run.model.named_modules() if isinstance(m, BATCH_NORM) and m.track_running_stats}
+    layers = {  # those in evaluation mode train with the statistics that they have, and so keep them
+        name: module
+        for name, module in run.model.named_modules()
+        if isinstance(module, BATCH_NORM) and module.track_running_stats and module.training
+    }
     with _estimating(run.model, layers), closing(run.training_data()) as data:
         for micro_batches in islice(data, steps):
             run.strategy.evaluate(run.model, micro_batches, run.recipe)

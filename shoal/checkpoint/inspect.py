@@ -244,7 +244,7 @@ def describe_layout(layout: dict[str, Any]) -> str:
 
 def _position_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns where in its run a checkpoint was saved: trainer.json without metrics, sums and callbacks."""
-    left_out = ("metrics", "since_log", "callbacks")
+    left_out = ("metrics", "last_metrics", "since_log", "callbacks")
     return {key: value for key, value in checkpoint.trainer.items() if key not in left_out}
 
 

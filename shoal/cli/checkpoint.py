@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.app import App
 from shoal.cli.arguments import Debug
 from shoal.errors import UserError, printable
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from shoal.checkpoint.inspect import Difference, TensorDifference
 
-app = typer.Typer(help="List, verify, compare, export, import or remove checkpoints.", no_args_is_help=True)
+app = App(help="List, verify, compare, export, import or remove checkpoints.", no_args_is_help=True)
 
 StepDir = Annotated[
     Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.app import App
 from shoal.cli.arguments import Debug
 from shoal.errors import printable
 
-app = typer.Typer(help="List or copy the config files that come with shoal.", no_args_is_help=True)
+app = App(help="List or copy the config files that come with shoal.", no_args_is_help=True)
 
 
 @app.command()
@@ -32,7 +33,7 @@ def cp(
         Path,
         typer.Argument(metavar="TO", help="The folder to copy to, or a file name that ends in .yaml."),
     ] = Path("configs"),
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Replace files that exist.")] = False,
     debug: Debug = False,
 ) -> None:
     """Copy a config, with the files that it extends, to edit and train it."""

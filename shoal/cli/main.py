@@ -11,6 +11,7 @@ import typer
 
 import shoal
 from shoal.cli import checkpoint, configs
+from shoal.cli.app import App
 from shoal.cli.chaos import chaos
 from shoal.cli.config import show_config
 from shoal.cli.demo import demo
@@ -19,7 +20,7 @@ from shoal.cli.train import train
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
 
-app = typer.Typer(
+app = App(
     help="Distributed training on PyTorch. A recipe in Python says what to train (model, data, loss), a config file in "
     "YAML says how: steps, precision, and how it is spread over GPUs and machines.\n\nNew to shoal? Try shoal demo, "
     "then shoal init my_project.",

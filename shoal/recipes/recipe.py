@@ -50,6 +50,19 @@ class Recipe(HookMethods):
         """True if `prepare_batch` is defined, by the class or by an attribute of the object."""
         return getattr(self.prepare_batch, "__func__", None) is not Recipe.prepare_batch
 
+    @property
+    def builds_optimizer(self) -> bool:
+        """True if `build_optimizer` is defined, by the class or by an attribute of the object."""
+        return getattr(self.build_optimizer, "__func__", None) is not Recipe.build_optimizer
+
+    def misspelt_methods(self) -> dict[str, str]:
+        """Returns the methods that nobody calls and whose names are nearly those of methods that shoal calls, with
+        these: `metrics` for `metric`."""
+        called = [name for name in dir(Recipe) if not name.startswith("_") and callable(getattr(Recipe, name))]
+        own = {name for name in dir(self) if not name.startswith("_") and not hasattr(Recipe, name)}
+        near = {name: get_close_matches(name, called, n=1, cutoff=0.85) for name in sorted(own)}
+        return {name: found[0] for name, found in near.items() if found and callable(getattr(self, name))}
+
     def prepare_data(self) -> None:
         """Downloads, tokenizes and caches data. Runs in one process of each machine, before any process group
         exists."""
@@ -222,15 +235,6 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.ndim == 0:
         return logits
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-
-
-def similar_methods(recipe: Recipe) -> dict[str, str]:
-    """Returns the methods of a recipe that shoal does not call, and whose names are nearly those of methods that it
-    does: `metric` for `metrics`."""
-    called = [name for name in dir(Recipe) if not name.startswith("_") and callable(getattr(Recipe, name))]
-    own = {name for name in dir(recipe) if not name.startswith("_") and not hasattr(Recipe, name)}
-    near = {name: get_close_matches(name, called, n=1, cutoff=0.85) for name in sorted(own)}
-    return {name: found[0] for name, found in near.items() if found and callable(getattr(recipe, name))}
 
 
 def num_samples(batch: Any) -> int:

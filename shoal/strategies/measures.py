@@ -86,7 +86,7 @@ class Measures:
         """Returns (sum, count) on the device, or the torchmetrics object."""
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise self._error(name, "is no good name; use letters, digits and _ . - /")
-        if name in RESERVED or name.endswith("_per_second"):
+        if is_reserved(name):
             raise self._error(name, "is the name of a number that every run logs; rename it")
         if isinstance(value, Tensor):
             total = self._number(name, value) * count
@@ -123,6 +123,11 @@ class Measures:
     def _who(self) -> str:
         # Under ZeRO-3 the recipe is wrapped in the first step.
         return f"recipe {type(getattr(self._recipe.metrics, '__self__', self._recipe)).__name__}"
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether every run logs a number of this name."""
+    return name in RESERVED or name.endswith("_per_second")
 
 
 def is_metric_object(value: Any) -> bool:

@@ -77,6 +77,8 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         self.schedule_state: Callable[[], Mapping[str, Any]] | None = None
         """Returns what a schedule that follows evaluations has noted, if the run has one."""
+        self.logged: Callable[[], Mapping[str, float]] | None = None
+        """Returns what steps of the user's own have logged since the last line of the log."""
 
     def _expect_bytes(self) -> int:
         """Estimates the size from what the ranks hold; an optimizer that has not stepped yet has nothing to look at."""
@@ -107,6 +109,8 @@ class Checkpoints:
         trainer = {**progress, **hooks.as_json()}
         if self.schedule_state:
             trainer["schedule"] = self.schedule_state()
+        if self.logged and (logged := self.logged()):
+            trainer["logged"] = dict(logged)
         if evaluation is not None:
             trainer["metrics"] = {name: value for name, value in evaluation.items() if isfinite(value)}
             if evaluated is not None:

@@ -11,7 +11,7 @@ from shoal.training.metric_sums import Sums, add_up, means, sum_over_ranks, to_h
 from shoal.training.session import Session
 from shoal.types import StepOutput
 
-_KEPT_ON_DEVICE = 100
+KEPT_ON_DEVICE = 100
 """After so many batches the sums of metrics go to the host: each takes some memory of the device."""
 
 
@@ -29,7 +29,7 @@ class Evaluation:
     def add(self, output: StepOutput) -> None:
         self._total, self._count = self._total + output.total, self._count + output.count
         self._steps.append(output.metrics)
-        if len(self._steps) == _KEPT_ON_DEVICE:
+        if len(self._steps) == KEPT_ON_DEVICE:
             self._settle()
 
     def values(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ class Hooks:
             for hook in HOOKS
         }
         """The methods to call for each hook; a hook that nobody overrides has none."""
+        self.has_any = any(self.calls.values())
+        """True if anybody overrides a hook."""
+        for name, member in self.members.items():
+            _check_names(name, member)
         self._stateful = [name for name, member in self.members.items() if _overrides(member, "state")]
         for name in self._stateful:
             if not _overrides(self.members[name], "load_state"):
@@ -144,6 +149,13 @@ class Hooks:
             tensors |= {f"{name}/{key}": v.detach() for key, v in state.items() if isinstance(v, Tensor)}
         if any(_is_sharded(name) for name in tensors):
             weights = self._local_weights()
+            for name in filter(_is_sharded, tensors):
+                owner, _, parameter = name.split("/", 2)
+                if not weights.holds(parameter):
+                    raise UserError(
+                        f"{_say(owner)}: state() returns the tensor {name.removeprefix(f'{owner}/')!r}, but the model "
+                        f"has no parameter or buffer {parameter!r}; a name with a slash is <kind>/<name of a parameter>"
+                    )
             tensors = {
                 name: weights.as_stored(name.split("/", 2)[2], tensor) if _is_sharded(name) else tensor
                 for name, tensor in tensors.items()
@@ -199,14 +211,34 @@ class Hooks:
         """Returns the callbacks with their options, for the report."""
         return ", ".join(_describe(name, callback) for name, callback in self._callbacks.items())
 
+    def idle(self) -> dict[str, str]:
+        """Returns the callbacks that have no effect in this run, with the reasons, for the report."""
+        reasons = {name: callback.why_idle(self.run) for name, callback in self._callbacks.items()}
+        return {name: reason for name, reason in reasons.items() if reason}
+
     def describe_recipe(self) -> str:
         """Returns the names of the hooks that the recipe defines, for the report."""
         return ", ".join(hook for hook, calls in self.calls.items() if any(name == RECIPE for name, _ in calls))
 
 
 def _overrides(member: Any, method: str) -> bool:
+    if callable(vars(member).get(method)):  # a function that the object was given
+        return True
     defined = getattr(type(member), method, None)
     return defined is not None and defined is not getattr(HookMethods, method)
+
+
+def _check_names(name: str, member: Any) -> None:
+    """Refuses a method that looks like a hook and is none, because nobody would call it.
+
+    In a callback these are all that begin as hooks do, in a recipe only those that are nearly the name of one.
+    """
+    methods = [method for method in dir(type(member)) if method.startswith(("on_", "before_", "after_"))]
+    for method in methods:
+        near = get_close_matches(method, HOOKS, n=1, cutoff=0.85)
+        if method not in HOOKS and callable(getattr(member, method)) and (near or name != RECIPE):
+            meant = f"did you mean {near[0]}?" if near else f"hooks are {', '.join(HOOKS)}; or rename it"
+            raise UserError(f"{_say(name)} defines {method}, which is not a hook and would never be called; {meant}")
 
 
 def _is_sharded(name: str) -> bool:

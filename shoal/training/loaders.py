@@ -59,7 +59,7 @@ def open_data(recipe: Any, config: Config) -> Data:
             "set it to 0 or give the recipe eval_data"
         )
     if saving.keep_best and not any(saving.metric.startswith(prefix) for prefix in data.evaluation):
-        raise unknown_metric(saving.metric, [f"{prefix}loss" for prefix in data.evaluation])
+        raise unknown_metric("checkpoint.metric", saving.metric, [f"{prefix}loss" for prefix in data.evaluation])
     return data
 
 
@@ -78,13 +78,11 @@ def _evaluation_sets(recipe: Any) -> dict[str, Any]:
     return {f"{EVAL_PREFIX}{name}/": dataset for name, dataset in data.items()}
 
 
-def unknown_metric(metric: str, names: Sequence[str]) -> UserError:
-    """Returns the error for a `checkpoint.metric` that an evaluation does not give; it gives `names`."""
+def unknown_metric(key: str, metric: str, names: Sequence[str]) -> UserError:
+    """Returns the error for a metric in the config that an evaluation does not give; it gives `names`."""
     near = get_close_matches(metric, names, n=3, cutoff=0.4) or names[:3]
     more = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
-    return UserError(
-        f"checkpoint.metric = {metric!r}: an evaluation does not give it; it gives {', '.join(near)}{more}"
-    )
+    return UserError(f"{key} = {metric!r}: an evaluation does not give it; it gives {', '.join(near)}{more}")
 
 
 @dataclass(frozen=True)

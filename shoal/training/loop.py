@@ -25,7 +25,7 @@ from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.hooks import Hooks
 from shoal.training.loaders import Loaders
-from shoal.training.observers import FOR_FILES_ALONE, Observers
+from shoal.training.observers import FOR_FILES_ALONE, VARYING_METRICS, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
 from shoal.types import MicroBatch, StepInfo, StepOutput
@@ -82,8 +82,8 @@ class Body(Protocol):
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
         """Returns where the first value that is not finite comes from."""
 
-    def log(self) -> dict[str, float]:
-        """Returns what a line of the log shows besides the meter's numbers."""
+    def log(self, in_files: bool) -> dict[str, float]:
+        """Returns what a line of the log shows besides the meter's numbers; `in_files` if not on the console alone."""
 
 
 class Shell:
@@ -136,6 +136,9 @@ class Shell:
         self._start_hooks()
         if self.owes_evaluation():
             self.evaluate(body)
+            self.agree_to_stop()  # what hooks ask for is in force from the next step on, as if nothing had happened
+            if self._evaluated_step == self.step:
+                self.save()
 
     def steps(self, body: Body) -> Generator[Sequence[MicroBatch], None, None]:
         """Yields the micro-batches of each step, and does what is due after it.
@@ -174,14 +177,15 @@ class Shell:
                         return
                 if self.step % eval_every == 0:
                     self.evaluate(body)
+                ends = self.agree_to_stop() or handle.stop_reason is not None or self.step == self.total_steps
                 is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
-                if is_due and self.step != self.total_steps:
+                if is_due and not ends:
                     self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self.step % compare_every == 0:
                     self.check_sync(micro_batches)
                 if self.step % collect_every == 0:
                     gc.collect(1)
-                if self.agree_to_stop() or handle.stop_reason is not None:
+                if self.stopped_by or handle.stop_reason is not None:  # also what a hook asks for before a save
                     break
                 watchdog.at("waiting for data", self.step + 1)
 
@@ -199,14 +203,23 @@ class Shell:
     def stopping_at_interrupt(self) -> Iterator[None]:
         """Ends the run as Ctrl-C does if a recipe raises KeyboardInterrupt; the step under way is not counted.
 
-        Of several ranks the others would wait for the one that raised, so it fails there.
+        Of several ranks the others are in the middle of the step and would wait for this one, so the run fails.
         """
         try:
             yield
-        except KeyboardInterrupt:
-            if self.strategy.world_size > 1:
+        except KeyboardInterrupt as interrupt:
+            if self.strategy.world_size == 1:
+                self.stopped_by = signal.SIGINT
+                return
+            if self.stop.signal:  # a second Ctrl-C
                 raise
-            self.stopped_by = signal.SIGINT
+            last = self.checkpoints.manager.saved_step
+            raise UserError(
+                f"KeyboardInterrupt in step {self.step + 1}: of {self.strategy.world_size} processes the others wait "
+                "for the one that raised it, so that nothing can be saved; call run.stop(reason) in a hook, or send "
+                "SIGINT, which all of them obey; "
+                + (f"the last checkpoint is of step {last}" if last else "there is no checkpoint")
+            ) from interrupt
 
     def _go_back(self, reason: str) -> GoBack:
         self._wait_for_disk()
@@ -263,7 +276,7 @@ class Shell:
         self.watchdog.at("reading metrics", self.step)
         # Files have the lines of a run that was never interrupted; people also want to see that it goes on.
         in_files = self.step % self.config.logging.every == 0 or self.step in (1, self.total_steps)
-        metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log()}
+        metrics = {**self.observers.meter.read(self.loaders.train, restart=in_files), **body.log(in_files)}
         metrics["train/memory_gib"] = memory_gib(self.strategy.device)
         if self.loaders.epoch_size:
             metrics["train/epoch"] = self.loaders.train.position / self.loaders.epoch_size
@@ -271,7 +284,7 @@ class Shell:
             metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
         if in_files and self.hooks.calls["after_log"]:
-            self.hooks.call("after_log", dict(metrics))
+            self._call_after_log(metrics)
         if self.hooks.run.histograms:
             for name, histogram in self.hooks.take_histograms().items():
                 self.observers.loggers.histogram(self.step, name, histogram)
@@ -284,6 +297,19 @@ class Shell:
                 f"the last {skipped} updates were skipped because their gradient was not finite "
                 f"(training.max_skipped_steps = {limit}); {culprit}; "
                 + (f"the last checkpoint is of step {last}" if last else "nothing is saved")
+            )
+
+    def _call_after_log(self, metrics: dict[str, float]) -> None:
+        """Calls the hook, and refuses ranks that do not agree whether to go back."""
+        handle = self.hooks.run
+        handle.may_go_back = True
+        self.hooks.call("after_log", dict(metrics))
+        handle.may_go_back = False
+        goes = int(handle.requested_return is not None)
+        if self.strategy.max_over_ranks(goes) != -self.strategy.max_over_ranks(-goes):
+            raise UserError(
+                "go_back: some ranks called it and others did not; decide by what is equal on all ranks, such as the "
+                "metrics that after_log gets"
             )
 
     def evaluate(self, body: Body) -> None:
@@ -305,13 +331,19 @@ class Shell:
         """Saves the state; in the background it returns when the state is copied aside."""
         self._wait_for_disk()
         self.watchdog.at("saving", self.step)
-        self.hooks.call("before_save")
+        if self.hooks.calls["before_save"]:
+            self.hooks.call("before_save")
+            if self.strategy.any_rank(self.hooks.run.has_request):
+                self.hooks.agree((0, 0))  # or the checkpoint would not have what they ask for
         progress: dict[str, Any] = {
             "step": self.step,
             "samples": self._samples,
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }
+        if self.hooks.has_any:
+            metrics = self.metrics.items()
+            progress["last_metrics"] = {name: value for name, value in metrics if not name.endswith(VARYING_METRICS)}
         if skipped := self.checkpoints.progress.skipped_samples:
             progress["skipped_samples"] = [*map(list, skipped)]
         evaluation = self._evaluation if self._evaluated_step == self.step else None
@@ -324,7 +356,8 @@ class Shell:
         self.checkpoints.wait()
 
     def _publish(self, metrics: dict[str, float], in_files: bool = True) -> None:
-        self.metrics |= metrics
+        if in_files or not self.hooks.has_any:  # hooks see what they would if the run had never been interrupted
+            self.metrics |= metrics
         if in_files:
             self.observers.loggers.log(self.step, metrics)
         short = {name: value for name, value in metrics.items() if name not in FOR_FILES_ALONE}
@@ -336,10 +369,11 @@ class Shell:
         """Evaluates and saves the last step, and returns how the run ended."""
         if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
             self.evaluate(body)
+            self._save_soon |= self._evaluated_step == self.step  # it may be saved without its value
         self._end_hooks()
         self._wait_for_disk()
         manager = self.checkpoints.manager
-        if manager.saved_step != self.step or self._save_soon:  # it may be saved without its value when data ends
+        if manager.saved_step != self.step or self._save_soon:
             self.save()
         self._wait_for_disk()
         if manager.saved_step != self.step:

@@ -28,6 +28,8 @@ FOR_FILES_ALONE = {
     "train/exchange_seconds",
 }
 """Metrics that would only make the console's line longer."""
+VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
+"""Endings of metrics that differ between any two runs."""
 
 
 class Warnings:

@@ -8,7 +8,9 @@ is not fused.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from difflib import get_close_matches
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ CLASSES: dict[str, type[Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
 }
 FUSED = ("adamw", "adam", "sgd")
+_GROUPS = "the recipe's param_groups"
+_OPTIONS = ("params", "lr", "weight_decay", "use_muon", "initial_lr", "param_names", "name")
+"""What a parameter group may have with every optimizer of shoal and torch."""
 
 
 def build_optimizer(training: TrainingConfig, groups: Groups) -> Optimizer:
@@ -61,10 +66,13 @@ def build_optimizer(training: TrainingConfig, groups: Groups) -> Optimizer:
             options["fused"] = not has_complex
         elif has_complex and chosen.name in ("lion", "muon"):
             raise UserError(f"{where}: the model has complex parameters, which it does not take; use adamw or sgd")
+    keys = dict.fromkeys(key for group in groups for key in group)  # torch adds its own to the same dicts
     try:
         optimizer: Optimizer = kind(groups, **optimizer_arguments(kind, training, options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: its constructor refuses these options: {one_line(error)}") from None
+    if not isinstance(chosen, ImportedOptimizer):
+        _check_options(keys, optimizer.defaults.keys() | options.keys(), where)
     return _ready(optimizer, partial(build_optimizer, training), where)
 
 
@@ -80,6 +88,12 @@ def build_by_recipe(recipe: Any, training: TrainingConfig, groups: Groups) -> Op
     where = f"recipe {type(recipe).__name__}: build_optimizer"
     if not isinstance(built, Optimizer):
         raise UserError(f"{where} returned {type(built).__name__}; return a torch.optim.Optimizer, or None")
+    taken = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+    if left_out := sum(id(parameter) not in taken for group in groups for parameter in group["params"]):
+        raise UserError(
+            f"{where}: the {type(built).__name__} has not taken {left_out} of the parameters in its groups, which "
+            "would never be updated; give it all, or leave them out of param_groups, which freezes them"
+        )
     templates = [{**common, **{key: value for key, value in group.items() if key != "params"}} for group in groups]
 
     def build_again(given: Groups) -> Optimizer:
@@ -110,8 +124,26 @@ def groups_of(recipe: Any, training: TrainingConfig, blocks: Collection[str], mo
 def _as_group(group: Any) -> dict[str, Any]:
     """Returns a parameter group as a dict with a list of parameters; torch also takes other forms."""
     options = group if isinstance(group, dict) else {"params": group}
+    if "params" not in options:
+        raise UserError(f"{_GROUPS}: a group has {', '.join(map(str, options)) or 'nothing'} and no `params`; add them")
     members = [options["params"]] if isinstance(options["params"], Tensor) else options["params"]
-    return {**options, "params": [member[1] if isinstance(member, tuple) else member for member in members]}
+    parameters = [member[1] if isinstance(member, tuple) else member for member in members]
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise UserError(f"{_GROUPS}: `params` has a {type(parameter).__name__}; give parameters of the model")
+    rate = options.get("lr", 0.0)
+    if not isinstance(rate, int | float) or not 0 <= rate < inf:
+        raise UserError(f"{_GROUPS}: a group has lr = {rate!r:.100}; give a number of 0 or more, or leave it out")
+    return {**options, "params": parameters}
+
+
+def _check_options(keys: Iterable[str], known: Collection[str], where: str) -> None:
+    """Refuses options of parameter groups that the optimizer would ignore."""
+    for key in keys:
+        if key not in known and key not in _OPTIONS:
+            near = ["lr"] if key == "learning_rate" else get_close_matches(key, [*known, *_OPTIONS], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+            raise UserError(f"{_GROUPS}: a group has {key!r}, which {where} does not have; {hint}")
 
 
 def check_matrices(groups: Groups) -> None:

@@ -18,7 +18,6 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
-from shoal.recipes.recipe import similar_methods
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -56,6 +55,10 @@ class Report:
         self.training = shell.config.training
         self.loss = ""
         """What a check of the first batch found out about the loss."""
+        self.clipping = say_clipping(self.training.max_grad_norm)
+        """How gradients are clipped."""
+        self.metrics_are_used = ""
+        """Where the recipe's metrics are used, if not in training and evaluation."""
         self.unused: list[str] = []
         """The trained parameters that had no gradient in the first step."""
         self._witness = HalfWitness(self.training.mixed_precision)
@@ -159,7 +162,8 @@ class Report:
         if session.recipe.has_metrics:
             objects = [f"{path} ({type(one).__name__})" for path, one in session.metric_objects.by_path.items()]
             found = f", with the torchmetrics objects {', '.join(objects)}" if objects else ""
-            yield "metrics", f"{type(session.recipe).__name__}.metrics{found}", ()
+            used = f", used {self.metrics_are_used}" if self.metrics_are_used else ""
+            yield "metrics", f"{type(session.recipe).__name__}.metrics{found}{used}", ()
         first, *later = checkpoints.progress.batches.phases
         yield (
             "batch",
@@ -202,7 +206,7 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():
             yield "callbacks", callbacks, ("callbacks",)
-        for name, meant in similar_methods(session.recipe).items():
+        for name, meant in session.recipe.misspelt_methods().items():
             yield "not called", f"{type(session.recipe).__name__}.{name}: nothing calls it; did you mean {meant}?", ()
         if own_hooks := shell.hooks.describe_recipe():
             yield "recipe's hooks", own_hooks, ()
@@ -239,6 +243,8 @@ class Report:
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
+        for name, why in shell.hooks.idle().items():
+            yield "not in force", f"callbacks: {name}: {why}", ("callbacks",)
         for key, why in engaged.not_in_force.items():
             yield "not in force", f"{key}: {why}", (key,)
         for section, users in SECTIONS.items():
@@ -258,11 +264,10 @@ class Report:
         rates, decays = (_distinct(groups, key) for key in ("initial_lr", "weight_decay"))
         by_recipe = schedule_is_by_recipe(shell.session.recipe, shell.total_steps)
         decay = f"weight decay {decays}" if takes(kind, "weight_decay") else "no weight decay"
-        clip = f"clipped to {training.max_grad_norm:g}" if training.max_grad_norm else "not clipped"
         schedule = describe_schedule(training, shell.total_steps, by_recipe)
         return (
             "optimizer",
-            f"{name} ({notes}), learning rate {rates}, {schedule}, {decay}, {clip}",
+            f"{name} ({notes}), learning rate {rates}, {schedule}, {decay}, {self.clipping}",
             ("training.optimizer.name", "training.learning_rate", "training.lr_scheduler.name"),
         )
 
@@ -324,8 +329,14 @@ def _distinct(groups: list[dict[str, Any]], key: str) -> str:
     return " and ".join(f"{value:g}" for value in values)
 
 
+def say_clipping(max_norm: float | None, max_value: float | None = None) -> str:
+    """Returns how gradients are clipped: all of it by its norm, or each element by its size."""
+    norm = f"clipped to {max_norm:g}" if max_norm else ""
+    size = f"each element clipped to {max_value:g}" if max_value else ""
+    return ", ".join(filter(None, (norm, size))) or "not clipped"
+
+
 def _say_turn(turn: Turn) -> str:
     """Returns an objective with what it trains, and how."""
-    clip = f"clipped to {turn.max_norm:g}" if turn.max_norm else "not clipped"
-    rates = _distinct(turn.optimizer.param_groups, "initial_lr")
+    rates, clip = _distinct(turn.optimizer.param_groups, "initial_lr"), say_clipping(turn.max_norm)
     return f"{turn.name} ({len(turn.parameters or ())} tensors, learning rate {rates}, {clip})"

@@ -56,6 +56,10 @@ class Progress:
     """The checkpoint that the run resumes from, or `init_from`."""
     schedule: Mapping[str, Any] | None = None
     """What a schedule that follows evaluations had noted."""
+    logged: Any = None
+    """What steps of the user's own had logged since the last line of the log."""
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics that were logged last, which hooks may look at."""
     made_with: TrainingConfig | None = None
     """The section `training`, with the schedule that the checkpoint was made with."""
     hooks: HookState = field(default_factory=HookState)
@@ -120,6 +124,12 @@ def restore(
             since_log=since_log,
             evaluated="metrics" in checkpoint.trainer,
             schedule=checkpoint.trainer.get("schedule"),
+            logged=checkpoint.trainer.get("logged"),
+            last_metrics={
+                name: value
+                for name, value in as_dict(checkpoint.trainer.get("last_metrics")).items()
+                if isinstance(value, int | float)
+            },
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             hooks=_hook_state(checkpoint, state),
             skipped_samples=tuple((start, end) for start, end in checkpoint.trainer.get("skipped_samples", ())),

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from shoal.callbacks.early_stopping import EarlyStopping
 from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run
+from shoal.config.schema_optimizers import Plateau
 from shoal.errors import UserError
 from shoal.processes.board import once_per_node
 from shoal.processes.detect import detect
@@ -60,7 +62,7 @@ def train(run: Run, world: World | None = None, terminal: int = 2) -> Outcome:
             with ExitStack() as resources:
                 shell = open_at(resources, skip_to)
                 body = RecipeBody(shell)
-                body.check_best_metric(shell)
+                body.check_followed_metrics(shell)
                 ended = shell.fit(body)
             if isinstance(ended, Outcome):
                 return ended
@@ -158,6 +160,7 @@ def _open_hooks(
         output_dir=Path(config.output_dir),
         step=progress.step,
         total_steps=loaders.total_steps,
+        metrics=dict(progress.last_metrics),
         training_data=lambda: session.loader(data.train, progress.batches, end=data.epoch_size),
         epoch_size=data.epoch_size,
     )
@@ -183,10 +186,22 @@ def _warn_of_jump(
             warn(f"going on from {progress.started_from}, {jump}")
 
 
+def _followed_metrics(shell: Shell) -> dict[str, str]:
+    """Returns the metrics of evaluations that something in the config follows, by their keys."""
+    saving, schedule = shell.config.checkpoint, shell.config.training.lr_scheduler
+    by_key = {"checkpoint.metric": saving.metric} if saving.keep_best else {}
+    if isinstance(schedule, Plateau):
+        by_key["training.lr_scheduler.metric"] = schedule.metric
+    callbacks = {name: member for name, member in shell.hooks.members.items() if isinstance(member, EarlyStopping)}
+    return {**by_key, **{f"callbacks.{name}.metric": callback.config.metric for name, callback in callbacks.items()}}
+
+
 class RecipeBody:
     """Takes the steps of a recipe, and evaluates it."""
 
     preview: str | None = None
+    clipping: str | None = None
+    """How the last gradient was clipped, if a body of the user's own decides that."""
 
     def __init__(self, shell: Shell):
         session: Session = shell.session
@@ -198,6 +213,8 @@ class RecipeBody:
         self._seed = session.seed
         self._report: Report | None = Report(shell)
         self._hooks = shell.hooks
+        self._rates = self._rates_in_groups()
+        """The learning rates after the last step."""
         self.before_update: Callable[[], None] | None = None
         """Is called between the backward and the update."""
         if shell.hooks.calls["before_update"]:
@@ -213,6 +230,11 @@ class RecipeBody:
         if self._report is not None:
             with self.first_step(micro_batches, step):
                 return self.take_step(micro_batches, step)
+        if self._hooks.has_any and (changed := self._changed_rate()) is not None:
+            raise UserError(
+                f"a hook has set the learning rate of a parameter group to {changed:g}, but the schedule sets it in "
+                "every step; use run.scale_learning_rate(factor), training.lr_scheduler, or the recipe's schedule"
+            )
         rate, outputs, infos = self.schedule(step) * self._hooks.run.learning_rate_scale, [], []
         for turn in self.turns:
             set_learning_rate(turn.optimizer, rate)
@@ -222,7 +244,17 @@ class RecipeBody:
             if self.before_update is not None:
                 self.before_update()
             infos.append(self.strategy.step(turn.optimizer, turn.max_norm))
+        if self._hooks.has_any:
+            self._rates = self._rates_in_groups()
         return combine(outputs, infos)
+
+    def _rates_in_groups(self) -> list[float]:
+        return [group["lr"] for turn in self.turns for group in turn.optimizer.param_groups]
+
+    def _changed_rate(self) -> float | None:
+        """Returns a learning rate that is not the one that the last step has left, if there is one."""
+        now = self._rates_in_groups()
+        return next((rate for rate, before in zip(now, self._rates, strict=True) if rate != before), None)
 
     @contextmanager
     def first_step(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[None]:
@@ -244,6 +276,7 @@ class RecipeBody:
             yield
         self.before_update = before_update
         report.unused = [name for name in unused_by_update[0] if all(name in unused for unused in unused_by_update)]
+        report.clipping = self.clipping or report.clipping
         report.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
@@ -258,7 +291,7 @@ class RecipeBody:
         if step == 0 and self.turns[0].parameters is None:
             report.loss = check_loss(self.strategy, self.model, micro, self.recipe, shell.warn)
 
-    def log(self) -> dict[str, float]:
+    def log(self, in_files: bool) -> dict[str, float]:
         exchange = self.strategy.engaged.exchange
         sent = exchange.wire.numbers() if exchange is not None else {}
         return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"], **sent}
@@ -296,23 +329,27 @@ class RecipeBody:
                 shell.watchdog.at("evaluation", shell.step)
             return evaluation.values()
 
-    def check_best_metric(self, shell: Shell) -> None:
-        """Refuses a `checkpoint.metric` that no evaluation will give, before hours of training.
+    def check_followed_metrics(self, shell: Shell) -> None:
+        """Refuses a metric in the config that no evaluation will give, before hours of training.
 
         Only the recipe knows the names of its metrics, so the first batch of each set is evaluated for them.
         """
-        saving, sets = shell.config.checkpoint, shell.loaders.evaluation
-        if not saving.keep_best or self._always_gives(saving.metric, sets):
+        sets = shell.loaders.evaluation
+        followed = {
+            key: metric for key, metric in _followed_metrics(shell).items() if not self._always_gives(metric, sets)
+        }
+        if not followed or not sets:
             return
-        shell.watchdog.at("looking for checkpoint.metric", shell.step)
+        shell.watchdog.at("looking for metrics", shell.step)
         names: list[str] = []
         with evaluation_mode(self.model):
             for prefix, loader in sets.items():
                 if (values := self._evaluate_set(islice(loader, 1), shell)) is None:
                     return
                 names += [f"{prefix}{name}" for name in values]
-        if saving.metric not in names:
-            raise unknown_metric(saving.metric, names)
+        for key, metric in followed.items():
+            if metric not in names:
+                raise unknown_metric(key, metric, names)
 
     def _always_gives(self, metric: str, prefixes: Iterable[str]) -> bool:
         """Returns whether every evaluation has this metric, whatever the recipe is."""

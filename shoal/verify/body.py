@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shoal.errors import UserError
-from shoal.training.own_loop import Step, Verbs
+from shoal.training.own_steps import Step, Verbs
 from shoal.training.session import Session
 from shoal.types import MicroBatch, StepInfo, StepOutput
 

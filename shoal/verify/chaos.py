@@ -26,12 +26,11 @@ from shoal.checkpoint.inspect import diff, open_step_folder
 from shoal.config import Run
 from shoal.errors import UserError
 from shoal.processes.detect import rank_from_launcher
+from shoal.training.observers import VARYING_METRICS
 
 _POLL_SECONDS = 0.005
 _DELAYS = {"in a step": 0.3, "in a save": 0.02, "in an evaluation": 0.1}
 """The kinds of moments at which a process is killed, and how many seconds after the moment began at most."""
-_VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
-"""Endings of metrics that differ between any two runs."""
 
 Start = Callable[[Path], "subprocess.Popen[str]"]
 Log = dict[str, list[tuple[int, object]]]
@@ -248,7 +247,7 @@ def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> li
                 problems.append(
                     f"{name}: {len(b[tag])} values of {tag} in the killed run, {len(a[tag])} in the uninterrupted run"
                 )
-            elif allowed is None and not tag.endswith(_VARYING_METRICS) and a[tag] != b[tag]:
+            elif allowed is None and not tag.endswith(VARYING_METRICS) and a[tag] != b[tag]:
                 step = next(one[0] for one, other in zip(a[tag], b[tag], strict=True) if one != other)
                 problems.append(f"{name}: {tag} differs at step {step}")
     return problems

@@ -259,21 +259,27 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
     """Checks the update by itself: from weights and gradients of one device, and again after loading a state."""
-    if not reference.updated:
-        return []
-    first, trained = ranks[0], reference.gradients
-    norms = _equal_scalars("update norm", reference.update_norms, [rank.update_norms for rank in ranks], UPDATE_BOUND)
-    if missing := reference.moments.keys() ^ first.moments.keys():
-        state = Check("optimizer state", False, f"{sorted(missing)[0]} is kept in only one of the two")
+    return [check for name in reference.updates for check in _updates_of(name, reference, ranks)]
+
+
+def _updates_of(optimizer: str, reference: Trace, ranks: list[Trace]) -> list[Check]:
+    """Checks the updates of one optimizer. The names of its checks end with its name, which is empty for AdamW."""
+    suffix = f", {optimizer}" if optimizer else ""
+    trained, one = reference.gradients, reference.updates[optimizer]
+    by_rank = [rank.updates[optimizer] for rank in ranks]
+    first = by_rank[0]
+    norms = _equal_scalars(f"update norm{suffix}", one.norms, [updates.norms for updates in by_rank], UPDATE_BOUND)
+    if missing := one.moments.keys() ^ first.moments.keys():
+        state = Check(f"optimizer state{suffix}", False, f"{sorted(missing)[0]} is kept in only one of the two")
     else:
-        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in reference.moments.items()}
-        state = _within("optimizer state", reference.moments, first.moments, allowed)
+        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in one.moments.items()}
+        state = _within(f"optimizer state{suffix}", one.moments, first.moments, allowed)
     updates = {
-        "update alone": (reference.start, reference.updated, first.updated),
-        "resumed update": (reference.updated, reference.resumed, first.resumed),
+        f"update alone{suffix}": (reference.start, one.updated, first.updated),
+        f"resumed update{suffix}": (one.updated, one.resumed, first.resumed),
     }
-    skips = "an update with an infinite gradient is {}skipped"
-    checks = [norms, Check("skipping", first.skips_infinite, skips.format("" if first.skips_infinite else "NOT "))]
+    skips = "an update with an infinite gradient is {}skipped".format("" if first.skips_infinite else "NOT ")
+    checks = [norms, Check(f"skipping{suffix}", first.skips_infinite, skips)]
     for name, (before, expected, got) in updates.items():
         allowed = {
             key: UPDATE_BOUND * (expected[key] - before[key]).norm().item()

@@ -32,7 +32,7 @@ from shoal.verify.layouts import (
     reference_run,
     why_not,
 )
-from shoal.verify.trace import Shared, Trace, trace
+from shoal.verify.trace import AVERAGES, Shared, Trace, trace
 
 Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
 """(run, number of processes, steps, what one device computed) → the trace of each rank."""
@@ -129,6 +129,8 @@ def prove(
     chosen = _choose(layouts, own, why_own_missing, run, procs, method)
     if not layouts and why_own_missing:
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
+    if left_out := [choice.name for choice in run.callbacks if choice.name.partition(".")[0] not in AVERAGES]:
+        on_warning(f"not part of the proof: the callbacks {', '.join(left_out)}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None)
     shared = reference.shared()
     verdicts = []

@@ -8,7 +8,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.callbacks.run_handle import RunHandle
-from shoal.checkpoint.peers import Peers
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import coordinates
 from shoal.config.schema_optimizers import SGD, AdamW
@@ -27,7 +25,7 @@ from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
 from shoal.strategies import Loop, from_config
-from shoal.tensors import local_part, local_slices
+from shoal.tensors import local_part
 from shoal.torch_private import BATCH_NORM, TorchDispatchMode
 from shoal.training.evaluation import Evaluation
 from shoal.training.hooks import Hooks
@@ -39,7 +37,7 @@ from shoal.training.session import assemble
 from shoal.types import MicroBatch, StepInfo, StepOutput, TrainState, is_defined
 from shoal.verify.body import GradientsOfBody
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
-from shoal.verify.gradients import set_gradients
+from shoal.verify.updates import Updates, update_alone, whole
 
 AVERAGES = ("ema", "swa")
 """The built-in callbacks whose tensors every layout must have alike."""
@@ -83,14 +81,8 @@ class Trace:
     evaluation: list[float] = field(default_factory=list)
     """The loss of an evaluation after the last step with SGD, on the batch after it."""
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
-    update_norms: list[float] = field(default_factory=list)
-    """The gradient norms of the updates alone."""
-    updated: dict[str, Tensor] = field(default_factory=dict)
-    """The weights after one update from the first weights, with the gradients of one device."""
-    moments: dict[str, Tensor] = field(default_factory=dict)
-    """The state of the optimizer after that update, by the names of parameter and slot."""
-    resumed: dict[str, Tensor] = field(default_factory=dict)
-    """The weights after one more update, before which weights and optimizer state were loaded as from a checkpoint."""
+    updates: dict[str, Updates] = field(default_factory=dict)
+    """Updates alone, with the gradients of one device, by the name of the optimizer; that of AdamW is empty."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
     parameter_bytes: int = 0
@@ -106,8 +98,6 @@ class Trace:
     """With compression: what this rank sent in the last exchange, what was promised, and what ddp sends."""
     reuses_seeds: bool = False
     """True if the model was called with one seed for several micro-batches, in one step or in several."""
-    skips_infinite: bool = True
-    """True if an update with an infinite gradient left the weights as they were."""
     desync: str = ""
     rng: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """What decides which random numbers this rank draws in a step (its slice of the batch, its stage, its tokens), and
@@ -134,7 +124,8 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
         tracer.train_with_sgd(steps, shared)
         if adamw:
             tracer.train_with_adamw(steps)
-            tracer.update_alone(shared or tracer.trace.shared())
+            tracer.note_update("", shared)
+            tracer.update_with_own_optimizer(shared)
     if not tracer.strategy.is_main_process:
         _drop_tensors(tracer.trace)
     return tracer.trace
@@ -142,11 +133,10 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
 
 def _drop_tensors(trace: Trace) -> None:
     """Empties what is compared of the first rank alone, whose tensors are whole, so that it is not sent."""
-    for name in (
-        *("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights", "hook_tensors"),
-        *("updated", "moments", "resumed"),
-    ):
+    for name in ("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights", "hook_tensors"):
         setattr(trace, name, {})
+    for updates in trace.updates.values():
+        updates.drop_tensors()
 
 
 class _Tracer:
@@ -161,7 +151,7 @@ class _Tracer:
     def train_with_sgd(self, steps: int, shared: Shared | None) -> None:
         self._prepare(SGD_TRAINING)
         trace = self.trace
-        trace.start = _whole(self.session.state().model)
+        trace.start = whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
@@ -206,10 +196,10 @@ class _Tracer:
             if isinstance(exchange, CompressedExchange):
                 wire = exchange.wire
                 trace.wire_bytes = (wire.bytes_sent, wire.bytes_compressed, wire.bytes_uncompressed)
-            trace.hook_tensors = _whole(dict(hooks.state().tensors))  # type: ignore[arg-type]
+            trace.hook_tensors = whole(dict(hooks.state().tensors))  # type: ignore[arg-type]
             trace.reuses_seeds = len(seen) < expected
             self._note_metrics(measured)
-            trace.sgd_weights = _whole(self.session.state().model)
+            trace.sgd_weights = whole(self.session.state().model)
             kept = (value for turn in self.turns for slots in turn.optimizer.state.values() for value in slots.values())
             trace.state_bytes = sum(local_part(value).nbytes for value in kept if isinstance(value, Tensor))
             next_batch = next(batches)
@@ -231,49 +221,33 @@ class _Tracer:
                 for turn in self.turns:
                     self._forward_backward(turn, micro_batches, step)
                     self.strategy.step(turn.optimizer, self.trace.max_norm)
-        self.trace.adamw_weights = _whole(self.session.state().model)
+        self.trace.adamw_weights = whole(self.session.state().model)
 
-    def update_alone(self, shared: Shared) -> None:
-        """Updates from equal weights with equal gradients, which leaves no rounding of the precision to hide behind.
+    def update_with_own_optimizer(self, shared: Shared | None) -> None:
+        """Checks the update of the run's own optimizer, unless it is AdamW, which was checked before."""
+        if not self.recipe.builds_optimizer and isinstance(self.run.config.training.optimizer, AdamW):
+            return
+        self._prepare({}, by_recipe=True)
+        self.note_update(self.session.optimizer_name, shared)
 
-        After the first update, state is collected and loaded, as a checkpoint is. The second gradient is another one:
-        with the first one again, AdamW would take the same step whatever its betas are.
-        """
+    def note_update(self, name: str, shared: Shared | None) -> None:
+        """Notes what an update alone does to the weights; `name` is that of the optimizer."""
+        shared = shared or self.trace.shared()
         self._set_learning_rates(UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
-        self.session.load_state(TrainState(self.trace.start, {}))
-        self.trace.updated, moments = self._update_with(shared.gradients, shared.max_norm)
-        self.trace.moments = {f"{name} {slot}": t for name, slots in moments.items() for slot, t in slots.items()}
-        self.session.load_state(TrainState(self.trace.updated, moments))
-        self.trace.resumed, _ = self._update_with(shared.later_gradients, shared.max_norm)
-        infinite = {name: torch.full_like(gradient, inf) for name, gradient in shared.gradients.items()}
-        after, _ = self._update_with(infinite, shared.max_norm)
-        del self.trace.update_norms[-len(self.turns) :]
-        self.trace.skips_infinite = all(torch.equal(after[name], t) for name, t in self.trace.resumed.items())
+        self.trace.updates[name] = update_alone(
+            self.session,
+            self.trace.start,
+            (shared.gradients, shared.later_gradients),
+            shared.max_norm,
+            self._loss_scale,
+            self._backward_once,
+        )
 
-    def _update_with(
-        self, gradients: dict[str, Tensor], max_norm: float
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """Returns the whole weights and optimizer state after an update with these gradients."""
-        if self.strategy.layout.engine == "deepspeed":
-            with closing(self._loader()) as loader:
-                self._forward_backward(self.turns[0], next(iter(loader)), 0)
-        for turn in self.turns:
-            its = (
-                gradients
-                if turn.parameters is None
-                else {name: g for name, g in gradients.items() if name in turn.parameters}
-            )
-            set_gradients(self.strategy, self.model, its, self._loss_scale())
-            self.trace.update_norms.append(self.strategy.step(turn.optimizer, max_norm).grad_norm.item())
-        state = self.session.state()
-        flat = _whole({f"{name} {slot}": t for name, slots in state.optimizer.items() for slot, t in slots.items()})
-        moments: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in flat.items():
-            name, slot = key.rsplit(" ", 1)
-            moments.setdefault(name, {})[slot] = tensor
-        return _whole(state.model), moments
+    def _backward_once(self) -> None:
+        with closing(self._loader()) as loader:
+            self._forward_backward(self.turns[0], next(iter(loader)), 0)
 
-    def _prepare(self, changes: dict[str, Any]) -> None:
+    def _prepare(self, changes: dict[str, Any], by_recipe: bool = False) -> None:
         config, body = self.run.config, self.run.body
         training = config.training.model_copy(update=changes)
         if body is not None and self.strategy.held():  # a loop takes a strategy without a model
@@ -286,7 +260,7 @@ class _Tracer:
             training,
             config.experiment.seed,
             edit=turn_off_dropout,
-            by_recipe=False,
+            by_recipe=by_recipe,
             loop=loop,
         )
         self.model, self.turns = self.session.model, self.session.turns
@@ -380,7 +354,7 @@ class _Tracer:
 
     def _gradients(self) -> dict[str, Tensor]:
         scale = self._loss_scale()
-        return {name: gradient / scale for name, gradient in _whole(self.strategy.gradients(self.model)).items()}
+        return {name: gradient / scale for name, gradient in whole(self.strategy.gradients(self.model)).items()}
 
     def _loss_scale(self) -> float:
         """Returns the factor that gradients carry under fp16."""
@@ -413,19 +387,6 @@ def freeze_batch_statistics(model: nn.Module) -> list[str]:
 def norm(named: dict[str, Tensor]) -> float:
     """Returns the norm of all elements of these tensors."""
     return float(torch.stack([tensor.double().norm() for tensor in named.values()]).norm()) if named else 0.0
-
-
-def _whole(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, put together from the parts of all ranks, which may have other names under a pipeline.
-
-    Not by DTensor's own gathering: over gloo with CUDA tensors, which tests on one GPU use, it is not to be trusted.
-    """
-    parts = {name: (t.shape, local_slices(t), local_part(t).to("cpu", copy=True)) for name, t in named.items()}
-    whole: dict[str, Tensor] = {}
-    for rank in Peers().all_gather(parts):
-        for name, (shape, place, part) in rank.items():
-            whole.setdefault(name, torch.empty(shape, dtype=part.dtype))[tuple(place)] = part
-    return whole
 
 
 class CountCollectives(TorchDispatchMode):

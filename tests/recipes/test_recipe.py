@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.recipes import Recipe
-from shoal.recipes.recipe import similar_methods
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -87,8 +86,8 @@ def test_labels_that_are_no_integers_count_as_samples(shape: tuple[int, ...]) ->
 
 def test_a_method_with_nearly_the_name_of_another_is_found() -> None:
     methods = {"metric": lambda self: 0, "evaldata": lambda self: 0, "loss_of_pair": lambda self: 0, "label": 3}
-    assert similar_methods(type("Typos", (Recipe,), methods)()) == {"metric": "metrics", "evaldata": "eval_data"}
-    assert similar_methods(Counting([])) == {}
+    assert type("Typos", (Recipe,), methods)().misspelt_methods() == {"metric": "metrics", "evaldata": "eval_data"}
+    assert Counting([]).misspelt_methods() == {}
 
 
 def test_methods_may_be_given_to_an_object() -> None:

@@ -154,8 +154,9 @@ def test_the_list_of_torchs_elementwise_optimizers_is_right(name: str) -> None:
 
 
 def test_optimizers_that_do_not_resume_are_found_by_trying() -> None:
-    for kind in (own_optimizers.Hidden, own_optimizers.InGroups):
+    for kind in (own_optimizers.Hidden, own_optimizers.InGroups, own_optimizers.EveryTenth):
         assert "does not resume exactly" in trial(kind).problem
+    assert not trial(own_optimizers.Watching).problem
     assert "keeps a list as 'history'" in trial(own_optimizers.Listing).problem
     assert "fails on a small tensor" in trial(torch.optim.LBFGS).problem
     assert "does not support dense gradients" in trial(torch.optim.SparseAdam).problem

@@ -101,7 +101,7 @@ def test_a_layer_of_callbacks_would_be_noticed(toy: ToyRun, monkeypatch: pytest.
 
     def with_a_layer(body: RecipeBody, micro_batches: Any, step: int) -> Any:
         for _ in range(20):
-            body.log()
+            body.log(in_files=False)
         return take_step(body, micro_batches, step)
 
     monkeypatch.setattr(RecipeBody, "take_step", with_a_layer)

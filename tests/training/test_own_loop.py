@@ -251,13 +251,27 @@ def test_the_command_goes_on_with_a_function_and_refuses_a_loop(toy: ToyRun, bod
         ("[*step.batches]\nwith step.accumulate(): pass", r"step.accumulate\(\) outside of `for batch in"),
         ("for batch in step.batches: run.backward(loss)", "put `with step.accumulate"),
         ("step.log(x=torch.ones(2))", r"step.log\(x=...\): its shape is \[2\]"),
-        ("run.step(max_norm=0.5)", r"training.max_grad_norm = 2.0, but the body calls run.step\(max_norm=0.5\)"),
+        ("step.log(x='many')", r"step.log\(x=...\): it is a str"),
+        ("step.log(loss=1.0)", "the run logs a number of this name itself"),
+        ("step.log(**{'eval/loss': 1.0})", "the run logs a number of this name itself"),
+        ("compute()\nrun.step(max_norm=0.5)", r"max_grad_norm = 2.0, but the body calls run.step\(max_norm=0.5\)"),
+        ("run.clip(max_norm=0.5)", r"training.max_grad_norm = 2.0, but the body calls run.clip\(max_norm=0.5\)"),
+        ("run.backward(loss.item())", "the loss has no gradient"),
+        ("run.backward(loss.detach())", "the loss has no gradient"),
+        ("loss.backward()\nrun.step()", r"no run.backward\(\) came before it; .* in place of loss.backward"),
+        ("compute(1)\nrun.step()", "only 1 of the 2 micro-batches of this step had a run.backward"),
     ],
 )
 def test_mistakes_in_a_body(toy: ToyRun, source: str, message: str) -> None:
     def body(run: Any, step: Any) -> None:
+        def compute(number: int = 2) -> None:
+            for batch, _ in zip(step.batches, range(number), strict=False):
+                with step.accumulate():
+                    run.backward(run.model(batch["x"]).mean())
+
+        names = {"run": run, "step": step, "torch": torch, "compute": compute}
         if "without" not in message:
-            exec(source, {"run": run, "step": step, "torch": torch, "loss": run.model(torch.ones(1, 1)).mean()})
+            exec(source, {**names, "loss": run.model(torch.ones(1, 1)).mean()})
 
     options = {**QUIET, "training.gradient_accumulation": 2, "training.max_grad_norm": 2.0}
     with pytest.raises(UserError, match=message):
@@ -475,7 +489,7 @@ def test_hooks_are_called_as_in_a_run_of_the_recipe(toy: ToyRun, bodies: Any, ho
             bodies.body(run, step)
             if step.number == 3:
                 break
-    assert calls == [call for call in expected if call != ("after_log", 3)]  # a break ends the step before its line
+    assert calls == expected  # also the line that is due in the step of the break
 
 
 def test_hooks_may_change_the_learning_rate_and_end_the_run(toy: ToyRun, bodies: Any, hooks: Any) -> None:
@@ -599,3 +613,88 @@ def test_a_function_is_run_in_processes(toy: ToyRun, bodies: Any, notebook: bool
     result = subprocess.run(command, input=SCRIPT, cwd=toy.folder, capture_output=True, text=True, check=False)
     last = result.stdout.splitlines()[-1:]
     assert last == ["end 3 eval/bias eval/loss Linear(in_features=1, out_features=16, bias=True)"], result.stderr
+
+
+def test_values_of_all_steps_reach_the_next_line(toy: ToyRun, bodies: Any) -> None:
+    """Also those of a step before a line, and before a restart."""
+
+    def body(run: Any, step: Any) -> None:
+        bodies.body(run, step)
+        if step.number % 3 == 2:
+            step.log(now_and_then=step.number)
+
+    options = {"logging.every": 3, "training.max_steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9}
+    train_by_hand(toy, body, **options)
+    undisturbed = toy.metrics("train/now_and_then")
+    assert undisturbed == {3: 2, 6: 5}
+    forget_after(toy.output, 5)
+    train_by_hand(toy, body, **options)
+    assert toy.metrics("train/now_and_then") == undisturbed
+
+
+def test_a_break_leaves_out_no_line(toy: ToyRun, bodies: Any) -> None:
+    with shoal.Run(toy.config, **QUIET) as run:
+        for step in run.steps():
+            bodies.body(run, step)
+            if step.number == 3:
+                break
+    assert [*toy.metrics("train/loss")] == [*toy.metrics("train/one")] == [1, 2, 3]
+
+
+def test_the_report_says_how_a_body_clips_and_what_it_does_not_use(
+    toy: ToyRun, bodies: Any, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("    def loss(self", "    def metrics(self, output, batch):\n        return {}\n\n    def loss(self")
+
+    def body(run: Any, step: Any) -> None:
+        for batch in step.batches:
+            run.backward(torch.nn.functional.mse_loss(run.model(batch["x"]), batch["y"]))
+        run.clip(max_value=0.25)
+        run.step(max_norm=0.5 if step.number == 1 else None)
+
+    train_by_hand(toy, body, **{"training.max_steps": 2})
+    report = (toy.output / "report.txt").read_text()
+    assert "clipped to 0.5, each element clipped to 0.25" in report
+    assert "Toy.metrics, used in evaluations alone" in report
+
+
+def test_a_limit_of_the_body_replaces_the_default(toy: ToyRun) -> None:
+    """Plain SGD moves by the learning rate times the norm, of which nothing is left."""
+
+    def body(run: Any, step: Any) -> None:
+        for batch in step.batches:
+            run.backward(torch.nn.functional.mse_loss(run.model(batch["x"]), batch["y"]))
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.clip(max_norm=1e-6)
+        run.step()
+        moved = torch.stack([(p - b).norm() for p, b in zip(run.model.parameters(), before, strict=True)]).norm()
+        assert moved < 1e-6
+
+    train_by_hand(toy, body, **{"training.max_steps": 1, "training.optimizer": "sgd", "training.weight_decay": 0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "the evaluation returned a NoneType; return a dict of means"),
+        ({"loss": torch.ones(2)}, r"test_own_loop.py:\d+: loss: its shape is \[2\]; give a single number"),
+        ({"a b": 1.0}, "the metric 'a b' is no good name"),
+    ],
+)
+def test_mistakes_in_an_evaluation(toy: ToyRun, bodies: Any, returned: Any, message: str) -> None:
+    run = shoal.Run(toy.config, **QUIET, **{"training.max_steps": 1})
+    run.evaluation = lambda run, batch: returned
+    with pytest.raises(UserError, match=message):
+        run.train(bodies.body)
+
+
+def test_a_metric_of_some_batches_is_the_mean_of_those(toy: ToyRun, bodies: Any) -> None:
+    """The evaluation has batches of 4, 4, 4, 3 and 2 samples."""
+
+    def evaluation(run: Any, batch: Any) -> dict[str, float]:
+        return {"loss": 1.0, **({"of_two": 7.0} if len(batch["x"]) == 2 else {})}
+
+    run = shoal.Run(toy.config, **QUIET, **{"training.max_steps": 1})
+    run.evaluation = evaluation
+    run.train(bodies.body)
+    assert (toy.metrics("eval/loss"), toy.metrics("eval/of_two")) == ({1: 1.0}, {1: 7.0})

@@ -13,6 +13,7 @@ from pool import Pool, WorkerFailure
 from safetensors.torch import load_file
 
 from shoal.config import load_run
+from shoal.errors import UserError
 from shoal.training import train
 
 SPARE = """
@@ -59,6 +60,25 @@ def test_unused_parameters_of_two_ranks(toy: ToyRun, pool2: Pool) -> None:
     assert NAMED in pool2.run(report_of, toy.config, found, f"experiment.output_dir={toy.folder}/a", init=False)[0]
     with pytest.raises(WorkerFailure, match=r"took no part in the loss \(spare\.weight, spare\.bias\), and DDP waits"):
         pool2.run(report_of, toy.config, f"experiment.output_dir={toy.folder}/b", init=False)
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    """Returns what a run is refused with; an error in a worker would cost the pool its processes."""
+    try:
+        train(load_run(config, overrides))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_an_interrupt_raised_by_a_recipe_ends_two_ranks_with_one_line(
+    toy: ToyRun, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    """Others may be in a collective, so nothing is saved. Here all raise it, so that no rank waits for another."""
+    change_recipe("        return ((output", "        raise KeyboardInterrupt\n        return ((output")
+    for message in pool2.run(refusal, toy.config, init=False):
+        assert message.startswith("KeyboardInterrupt in step 1: of 2 processes the others wait for the one")
+        assert message.endswith("there is no checkpoint")
 
 
 def test_an_interrupt_raised_by_a_recipe_saves(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:

@@ -75,6 +75,15 @@ class Ragged(Recipe):
         return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
+class Matrices(Ragged):
+    """Names what Muon trains."""
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ("up" in name or "down" in name)]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+
+
 class Frozen(Ragged):
     """Freezes most of the model, as with adapters."""
 

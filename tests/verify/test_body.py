@@ -27,17 +27,17 @@ def body(run, step):
     run.step()
 
 
-def ignores_weights(run, step):
-    """Counts every micro-batch alike, also a short one and a filler."""
+def gives_sums(run, step):
+    """Gives the sum over each micro-batch in place of the mean."""
     for batch in step.batches:
         with step.accumulate():
-            mse_loss(run.model(batch["x"]), batch["y"]).backward()
+            run.backward(mse_loss(run.model(batch["x"]), batch["y"], reduction="sum"))
     run.step()
 
 
 def steps_twice(run, step):
     body(run, step)
-    run.step()
+    body(run, step)
 '''
 
 
@@ -72,7 +72,7 @@ def test_layouts_compute_the_same_steps(run_of: Any, pool2: Pool, layouts: list[
 
 
 def test_other_gradients_are_noticed(run_of: Any, pool2: Pool) -> None:
-    (ddp,) = prove(run_of("ignores_weights"), 2, ["ddp"], 2, runner=runner_on(pool2, adamw=False))
+    (ddp,) = prove(run_of("gives_sums"), 2, ["ddp"], 2, runner=runner_on(pool2, adamw=False))
     assert ddp.outcome == "different"
     assert "gradients" in failed(ddp)
 

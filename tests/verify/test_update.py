@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pool import Pool
+from torch import Tensor, nn
 
+from shoal.config.callbacks import check_callbacks
+from shoal.errors import UserError
+from shoal.training.muon import Muon
 from shoal.verify import prove
+from shoal.verify.trace import trace
 from verify.planted import trace_with
 from verify.runs import failed, llama, ragged, runner_on
 
@@ -107,3 +114,35 @@ def test_the_update_of_an_offloaded_optimizer_is_checked(pool2: Pool, stage: int
     (verdict,) = prove(run, 2, [f"zero_{stage}"], steps=2, runner=runner_on(pool2))
     assert failed(verdict) == {}
     assert {check.name for check in verdict.checks} >= UPDATE_CHECKS
+
+
+def muon_of_parts(run: Any, steps: int, shared: Any, adamw: bool) -> Any:
+    """Orthogonalizes what each rank has of a matrix by itself, which SGD and AdamW cannot show."""
+    change = Muon._change
+
+    def change_of_part(self: Muon, direction: Tensor, parameter: nn.Parameter, lr: float) -> Tensor:
+        return change(self, direction, nn.Parameter(parameter.detach()), lr)  # which is no part of anything
+
+    with patch.object(Muon, "_change", change_of_part):
+        return trace(run, steps, shared, adamw)
+
+
+@pytest.mark.parametrize("tracer", [trace, muon_of_parts])
+def test_the_update_of_the_runs_own_optimizer_is_compared(pool2: Pool, tracer: Any) -> None:
+    run = ragged("Matrices", global_batch_size=12, optimizer={"name": "muon"})
+    (verdict,) = prove(run, 2, ["fsdp"], steps=2, runner=runner_on(pool2, tracer))
+    found = {name for name in failed(verdict) if name.endswith(", muon")}
+    assert found == ({"update alone, muon", "resumed update, muon"} if tracer is muon_of_parts else set())
+    assert verdict.outcome == ("different" if tracer is muon_of_parts else "same")
+    assert "optimizer state, muon" in {check.name for check in verdict.checks}
+
+
+def test_the_proof_says_which_callbacks_it_leaves_out() -> None:
+    callbacks, lines = check_callbacks(["ema", "early_stopping"], {}), list[str]()
+
+    def runner(*args: Any) -> Any:
+        raise UserError("nothing has to be computed for this")
+
+    with pytest.raises(UserError, match="nothing has to be computed"):
+        prove(replace(ragged(), callbacks=callbacks), 2, ["ddp"], runner=runner, on_warning=lines.append)
+    assert lines == ["not part of the proof: the callbacks early_stopping"]

@@ -23,6 +23,8 @@ Groups = list[dict[str, Any]]
 Build = Callable[[Groups], Optimizer]
 
 SHAPE, STEPS, LEARNING_RATE = (6, 4), 8, 0.1
+LONG_STEPS = 250
+"""For an optimizer that changes a number besides its state, such as a count, which it may use every so many steps."""
 PARTS: Sequence[Callable[[Tensor], Sequence[Tensor]]] = (
     lambda whole: [whole[:4], whole[4:], whole[6:]],  # rows, as fully_shard; a rank may have none
     lambda whole: [whole[:, :1], whole[:, 1:]],  # columns, as tensor parallelism
@@ -55,6 +57,9 @@ def try_out(optimizer: Optimizer) -> Trial:
         try:
             undisturbed, state = _train(build, start, gradients)
             problem = _resume_problem(build, start, gradients, undisturbed)
+            if not problem and _changes_besides_state(build, start, gradients):
+                longer = [gradients[step % STEPS] for step in range(LONG_STEPS)]
+                problem = _resume_problem(build, start, longer, _train(build, start, longer)[0])
         except Exception as error:
             return Trial(False, False, f"it fails on a small tensor: {one_line(error)}")
         shapes = (value.shape for value in state.values() if isinstance(value, Tensor))
@@ -114,6 +119,24 @@ def _train(build: Build, start: Tensor, gradients: Sequence[Tensor]) -> tuple[Te
     return parameter.detach(), dict(optimizer.state[parameter])
 
 
+def _changes_besides_state(build: Build, start: Tensor, gradients: Sequence[Tensor]) -> bool:
+    """Returns whether steps change numbers in the optimizer itself or in its parameter groups."""
+    parameter = nn.Parameter(start.clone())
+    optimizer = _build_for(build, parameter)
+    before = _numbers(optimizer)
+    for step, gradient in enumerate(gradients):
+        _step(optimizer, parameter, gradient, step)
+    return _numbers(optimizer) != before
+
+
+def _numbers(optimizer: Optimizer) -> list[tuple[str, float]]:
+    """Returns the numbers among the attributes of an optimizer, and in its groups, by name."""
+    groups = [item for group in optimizer.param_groups for item in group.items()]
+    named = [*vars(optimizer).items(), *groups]
+    singles = [(name, value) for name, value in named if isinstance(value, int | float | Tensor)]
+    return [(name, float(value)) for name, value in singles if not isinstance(value, Tensor) or value.numel() == 1]
+
+
 def _same_in_parts(
     build: Build,
     start: Tensor,
@@ -132,7 +155,7 @@ def _same_in_parts(
 
 def _resume_problem(build: Build, start: Tensor, gradients: Sequence[Tensor], undisturbed: Tensor) -> str:
     """Returns why a run that resumes would not end as an undisturbed one, or an empty string."""
-    half = STEPS // 2
+    half = len(gradients) // 2
     weights, state = _train(build, start, gradients[:half])
     parameter = nn.Parameter(weights.clone())
     optimizer = _build_for(build, parameter)

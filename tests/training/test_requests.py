@@ -1,0 +1,104 @@
+"""What hooks ask of a run is in the checkpoint of the step in which they ask, so that a restart cannot lose it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import ToyRun
+
+from shoal.checkpoint import step_folder, step_folders
+
+CALLBACKS = """
+from shoal.callbacks import Callback
+
+
+class AfterStep(Callback):
+    def after_step(self, run):
+        if run.step == 3:
+            run.scale_learning_rate(0.5)
+
+
+class AfterEvaluation(Callback):
+    def after_evaluation(self, run, metrics):
+        if run.step == 4:
+            run.scale_learning_rate(0.5)
+
+
+class BeforeSave(Callback):
+    def before_save(self, run):
+        if run.step == 3:
+            run.scale_learning_rate(0.5)
+
+
+class StopBeforeSave(Callback):
+    def before_save(self, run):
+        if run.step == 3:
+            run.stop("saved often enough")
+"""
+STOPPING = "{name: early_stopping, patience: 1, min_delta: 10}"
+KEYS = ("training.max_steps=6", "training.eval_steps=2", "checkpoint.every=1", "checkpoint.keep_last=9")
+SIGNALLED = """    calls, signal_at = [], None
+
+    def metrics(self, output, batch):
+        self.calls.append(1)
+        if len(self.calls) == self.signal_at:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    def loss(self"""
+IN_SECOND_EVALUATION = 12
+"""The call of `metrics` in the evaluation after step 4: four steps, five batches of the first evaluation, and some."""
+
+
+@pytest.fixture(autouse=True)
+def callbacks(toy: ToyRun) -> Any:
+    (toy.folder / "asking.py").write_text(CALLBACKS)
+    sys.modules.pop("asking", None)
+
+
+def forget_after(toy: ToyRun, step: int) -> None:
+    for folder in step_folders(toy.output):
+        if folder > step_folder(toy.output, step):
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("hook", "step"), [("AfterStep", 3), ("AfterEvaluation", 4), ("BeforeSave", 3)])
+def test_a_learning_rate_that_was_asked_for_survives_a_restart(toy: ToyRun, hook: str, step: int) -> None:
+    toy.train(*KEYS, f"callbacks=['asking:{hook}']")
+    undisturbed = toy.metrics("train/learning_rate")
+    forget_after(toy, step)
+    assert toy.train(*KEYS, f"callbacks=['asking:{hook}']").first_step == step
+    assert toy.metrics("train/learning_rate") == undisturbed
+
+
+@pytest.mark.parametrize(("callback", "step"), [(STOPPING, 4), ("'asking:StopBeforeSave'", 3)])
+def test_a_run_that_a_hook_has_ended_stays_ended(toy: ToyRun, callback: str, step: int) -> None:
+    first = toy.train(*KEYS, f"callbacks=[{callback}]")
+    again = toy.train(*KEYS, f"callbacks=[{callback}]")
+    assert (first.step, again.first_step, again.step) == (step, step, step)
+    assert again.stop_reason == first.stop_reason is not None
+
+
+@pytest.mark.parametrize(("callback", "best"), [(STOPPING, "min"), ("'asking:AfterEvaluation'", "max")])
+def test_an_evaluation_that_a_signal_cut_short_counts_where_it_belongs(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], callback: str, best: str
+) -> None:
+    """The run that goes on makes up for it; what hooks ask for then, and the best step, are as if undisturbed."""
+    change_recipe("    def loss(self", SIGNALLED)
+    keys = (*KEYS[:2], f"callbacks=[{callback}]", "checkpoint.every=3", "checkpoint.keep_best=1")
+    whole = toy.train(*keys, f"checkpoint.mode={best}", f"experiment.output_dir={toy.folder}/whole")
+    import toy_recipe
+
+    toy_recipe.Toy.calls.clear()
+    toy_recipe.Toy.signal_at = IN_SECOND_EVALUATION
+    cut = toy.train(*keys, f"checkpoint.mode={best}")
+    assert (cut.step, cut.stopped_by, sorted(toy.metrics("eval/loss"))) == (4, 15, [2])
+    resumed = toy.train(*keys, f"checkpoint.mode={best}")
+    assert (resumed.step, resumed.stop_reason, resumed.best_step) == (whole.step, whole.stop_reason, whole.best_step)
+    for key in ("train/loss", "train/learning_rate", "eval/loss"):
+        assert toy.metrics(key) == toy.metrics(key, toy.folder / "whole")
