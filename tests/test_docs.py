@@ -28,6 +28,7 @@ from shoal.config.schema import Config, LoaderConfig
 from shoal.config.schema_optimizers import Imported, ImportedOptimizer
 from shoal.config.yaml import format_value
 from shoal.data import TextDataset
+from shoal.data.instructions import DataSource, InstructionDataset
 from shoal.models.bdh import BDHConfig
 from shoal.recipes import Recipe
 from shoal.recipes.causal_lm import CausalLMConfig
@@ -201,7 +202,9 @@ def key_tables() -> str:
         module, _, kind = path.partition(":")
         text += _table(f"`callbacks:` `{name}`", getattr(import_module(module), kind).Config)
     text += _table("`dataset:` of the recipes `bdh` and `causal_lm`", TextDataset)
-    text += _table("`model:` of the recipe `causal_lm`", CausalLMConfig)
+    text += _table("`dataset:` of the recipe `text_lora`", InstructionDataset)
+    text += _table("entries of `dataset.train_file` and `dataset.eval_file` of `text_lora`", DataSource)
+    text += _table("`model:` of the recipes `causal_lm` and `text_lora`", CausalLMConfig)
     sizes = "".join(f"| `{field.name}` | `{field.default}` |\n" for field in dataclasses.fields(BDHConfig))
     return f"{text}\n### `model:` of the recipe `bdh`\n\n| key | default |\n| --- | --- |\n{sizes}"
 

@@ -316,6 +316,8 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
         if eos is not None:
             wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
         wrapped.save_pretrained(folder)
+    if template := getattr(recipe.tokenizer, "template", None):  # the one that the model was trained with
+        (folder / "chat_template.jinja").write_text(template)
     opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = "The same words, before and after."
     if opened.encode(text, add_special_tokens=False) != recipe.tokenizer.encode(text).tolist():

@@ -35,6 +35,8 @@ CONFIG_HIGHLIGHTS = (
     "dataset.name",
     "dataset.tokenizer",
     "dataset.seq_length",
+    "dataset.train_file",
+    "dataset.max_seq_length",
     "training.optimizer.name",
     "training.learning_rate",
     "training.mixed_precision",

@@ -14,6 +14,7 @@ from shoal.cli import checkpoint, configs
 from shoal.cli.app import App
 from shoal.cli.chaos import chaos
 from shoal.cli.config import show_config
+from shoal.cli.data import data
 from shoal.cli.demo import demo
 from shoal.cli.init import init
 from shoal.cli.train import train
@@ -34,6 +35,7 @@ app.command()(demo)
 app.command()(init)
 app.command()(train)
 app.command("config")(show_config)
+app.command()(data)
 app.command()(verify)
 app.command()(chaos)
 app.add_typer(checkpoint.app, name="checkpoint")

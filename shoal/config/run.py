@@ -22,7 +22,11 @@ from shoal.config.validation import fields_of, named, refuse_unknown, validate
 from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section
 from shoal.errors import UserError
 
-RECIPES = {"bdh": "shoal.recipes.bdh:BDHRecipe", "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe"}
+RECIPES = {
+    "bdh": "shoal.recipes.bdh:BDHRecipe",
+    "causal_lm": "shoal.recipes.causal_lm:CausalLMRecipe",
+    "text_lora": "shoal.recipes.text_lora:TextLoraRecipe",
+}
 """The recipes that have a short name."""
 RECIPE_SECTIONS = ("model", "lora", "dataset")
 """The sections whose keys the recipe declares."""

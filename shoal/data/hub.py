@@ -37,9 +37,15 @@ def hub(key: str, name: str, package: str, *, local: bool) -> Iterator[Any]:
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
-        reason = one_line(error) if reached else "the Hugging Face Hub cannot be reached"
+        if not reached:
+            kind = " --repo-type dataset" if package == "datasets" else ""
+            raise UserError(
+                f"{key} = {name!r}: it cannot be loaded: the Hugging Face Hub cannot be reached; run `hf download "
+                f"{name}{kind} --local-dir FOLDER` on a machine that reaches it, copy the folder, and give its path"
+            ) from error
         raise UserError(
-            f"{key} = {name!r}: it cannot be loaded: {reason}; give a local path or a name on the Hugging Face Hub"
+            f"{key} = {name!r}: it cannot be loaded: {one_line(error)}; give a local path or a name on the Hugging "
+            "Face Hub"
         ) from error
 
 

@@ -60,33 +60,48 @@ def open_tokens(path: Path) -> NDArray[Any] | None:
 
 def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, file: IO[bytes]) -> None:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    separator = b"" if tokenizer.eos is None else np.array(tokenizer.eos, dtype).tobytes()
-    header_bytes = _write_header(file, dtype, 0)
+    separator = np.array([] if tokenizer.eos is None else [tokenizer.eos], dtype)
+    array = ArrayWriter(file, dtype)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("tokenising", total=sum(path.stat().st_size for path in corpus.files))
         for number, document in enumerate(corpus.documents()):
             for piece in document:
                 try:
-                    file.write(tokenizer.encode(piece).astype(dtype).tobytes())
+                    array.append(tokenizer.encode(piece))
                 except UnicodeDecodeError:
                     raise UserError(
                         f"dataset.tokenizer: {corpus.files[number]} is not UTF-8; use dataset.tokenizer: bytes"
                     ) from None
                 progress.update(task, advance=len(piece))
-            file.write(separator)
-    count = (file.tell() - header_bytes) // dtype.itemsize
-    if count == 0:
+            array.append(separator)
+    if array.length == 0:
         raise UserError("dataset.name: the dataset contains no text; choose another one")
-    file.seek(0)
-    assert _write_header(file, dtype, count) == header_bytes  # numpy pads the header so that the length may grow
+    array.finish()
 
 
-def _write_header(file: IO[bytes], dtype: np.dtype[Any], count: int) -> int:
-    """Writes the header of an .npy file and returns the position after it."""
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    )
-    return file.tell()
+class ArrayWriter:
+    """Writes a flat array into an .npy file piece by piece, so that it never has to fit into memory."""
+
+    def __init__(self, file: IO[bytes], dtype: Any):
+        self._file, self._dtype, self.length = file, np.dtype(dtype), 0
+        self._header_bytes = self._write_header()
+
+    def append(self, values: Any) -> None:
+        piece = np.asarray(values, self._dtype)
+        self._file.write(piece.tobytes())
+        self.length += piece.size
+
+    def finish(self) -> None:
+        """Writes the length into the header; numpy pads the header so that the length may grow."""
+        self._file.seek(0)
+        assert self._write_header() == self._header_bytes
+
+    def _write_header(self) -> int:
+        shape = (self.length,)
+        np.lib.format.write_array_header_1_0(
+            self._file, {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
+        )
+        return self._file.tell()
 
 
 @contextmanager

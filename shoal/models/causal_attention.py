@@ -2,6 +2,9 @@
 
 transformers builds a mask in each forward. To find out that no mask is needed it reads the positions, and the host has
 to wait for the GPU. If the configuration already says that the mask is causal, models get this attention instead.
+
+Sequences into which several samples are packed do need something: the positions at which samples begin. They come in
+the place of the mask (`shoal.models.packed_attention`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+from shoal.models.packed_attention import attend_within_samples, has_starts
 
 NAME = "shoal_causal"
 
@@ -49,6 +54,8 @@ def _without_masks(sdpa: Callable[..., Any]) -> Callable[..., tuple[Tensor, None
         exchange = getattr(module, "exchange", None)
         if exchange is not None:
             query, key, value = (exchange.to_heads(tensor) for tensor in (query, key, value))
+        if attention_mask is not None and has_starts(attention_mask):
+            return attend_within_samples(sdpa, module, query, key, value, attention_mask, **options), None
         output, _ = sdpa(module, query, key, value, attention_mask, **options)
         return output if exchange is None else exchange.to_tokens(output), None
 

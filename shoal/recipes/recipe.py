@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from shoal.callbacks.hook_methods import HookMethods
 from shoal.data import BatchSchedule, Loader
+from shoal.data.view import DataView
 from shoal.errors import UserError, one_line
 from shoal.seeding import SampleRng
 from shoal.types import IGNORED_LABEL, ParallelPlan, Weights, required
@@ -36,6 +37,9 @@ class Recipe(HookMethods):
     loss_mixes_samples = False
     """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
     The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
+
+    preview_on_console = False
+    """True if every preview is printed on the console. The one at the end of a run is printed in any case."""
 
     def __init__(self, config: Any = None):
         self.config: Any = config if config is not None else self.Config()
@@ -83,6 +87,17 @@ class Recipe(HookMethods):
         """Returns the data for evaluation, of the kind that `train_data` returns, or a dict of several such sets by
         name, or None."""
         return None
+
+    def data_summary(self) -> str:
+        """Returns a line about the training data, for the report at step 1. By default it is empty."""
+        return ""
+
+    def view_data(self, number: int) -> DataView:
+        """Returns what `shoal data` shows: the first samples as text, and figures about all. It prepares the data."""
+        raise UserError(
+            f"recipe {type(self).__name__}: it has no view_data(self, number), so that shoal data cannot show samples; "
+            "add it, or use a recipe of text"
+        )
 
     def collate(self, samples: list[Any]) -> Any:
         """Returns a batch of samples."""

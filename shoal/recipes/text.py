@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import Tokenizer, TokenWindows, load_tokenizer, open_text, prepare_text
+from shoal.data.view import DataView
 from shoal.errors import UserError
 from shoal.recipes.recipe import Recipe
 
@@ -43,6 +44,17 @@ class TextRecipe(Recipe):
 
     def eval_data(self) -> TokenWindows | None:
         return self.windows[1]
+
+    def view_data(self, number: int) -> DataView:
+        prepare_text(self.config.dataset)
+        train, evaluation = self.train_data(), self.eval_data()
+        shown = [train[index]["input_ids"].tolist() for index in range(min(number, len(train)))]
+        facts = {
+            "samples": f"{len(train):,} an epoch",
+            "tokens": f"{len(train) * train.seq_length:,} an epoch, all counted; {train.seq_length:,} in each sample",
+            "evaluation": f"{len(evaluation):,} samples" if evaluation is not None else "none",
+        }
+        return DataView([[(self.tokenizer.decode(tokens), True)] for tokens in shown], facts)
 
     def prompt(self, model: nn.Module) -> Tensor:
         """Returns the first tokens of the evaluation data, (1, time), on the device on which the model computes.

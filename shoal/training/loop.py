@@ -322,6 +322,8 @@ class Shell:
             self._publish(evaluation)
             if body.preview is not None:
                 self.observers.loggers.text(self.step, "preview", body.preview)
+                if self.session.recipe.preview_on_console and self.step < self.total_steps:  # the last one ends the run
+                    self.observers.console.line(body.preview)
             self._evaluation, self._evaluated_step = evaluation, self.step
             self._save_soon |= self.checkpoints.manager.would_be_among_best(self.step, evaluation)
             self.hooks.call("after_evaluation", dict(evaluation))

@@ -152,11 +152,9 @@ class Report:
             shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             yield "no gradient", f"{shown} ({len(names)} in all): trained, but not used by the loss of this step", ()
         yield self._weights()
-        yield (
-            "data",
-            f"{shell.loaders.epoch_size:,} samples an epoch" if shell.loaders.epoch_size else "a stream",
-            ("dataset.name",),
-        )
+        size = f"{shell.loaders.epoch_size:,} samples an epoch" if shell.loaders.epoch_size else "a stream"
+        contents = session.recipe.data_summary()
+        yield "data", f"{size}: {contents}" if contents else size, ("dataset.name", "dataset.train_file")
         if sets := [prefix.removeprefix(EVAL_PREFIX).rstrip("/") for prefix in shell.loaders.evaluation]:
             yield "evaluation", f"sets {', '.join(sets)}" if sets != [""] else "one set", ("training.eval_steps",)
         if session.recipe.has_metrics:

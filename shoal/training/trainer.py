@@ -38,6 +38,7 @@ from shoal.training.objectives import combine, evaluate_turns
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
+from shoal.training.preview_budget import PreviewBudget
 from shoal.training.report import Report
 from shoal.training.resume import Progress
 from shoal.training.schedules import PlateauSchedule, build_schedule, say_jump, schedule_is_by_recipe
@@ -213,6 +214,7 @@ class RecipeBody:
         self._seed = session.seed
         self._report: Report | None = Report(shell)
         self._hooks = shell.hooks
+        self._preview_budget = PreviewBudget()
         self._rates = self._rates_in_groups()
         """The learning rates after the last step."""
         self.before_update: Callable[[], None] | None = None
@@ -311,11 +313,15 @@ class RecipeBody:
     def _evaluate(self, shell: Shell) -> dict[str, float] | None:
         self.strategy.sync_buffers(self.model)  # or every rank would evaluate another model
         metrics: dict[str, float] = {}
-        for prefix, loader in shell.loaders.evaluation.items():
-            if (values := self._evaluate_set(loader, shell)) is None:
-                return None
-            metrics |= {f"{prefix}{name}": value for name, value in values.items()}
-        self._preview(shell.step)
+        with self._preview_budget.evaluating():
+            for prefix, loader in shell.loaders.evaluation.items():
+                if (values := self._evaluate_set(loader, shell)) is None:
+                    return None
+                metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+        self.preview = None
+        if shell.step >= shell.total_steps or not self._preview_budget.is_spent(self.strategy.any_rank):
+            with self._preview_budget.previewing():
+                self._preview(shell.step)
         return metrics
 
     def _evaluate_set(self, batches: Iterable[Sequence[MicroBatch]], shell: Shell) -> dict[str, float] | None:

@@ -38,5 +38,5 @@ def check_length(tokens: int, ranks: int) -> None:
     if tokens % ranks:
         raise UserError(
             f"{_KEY}, but {ranks} tensor-parallel ranks cannot share {tokens} tokens of a sequence evenly; choose "
-            "another dataset.seq_length, or set it to false"
+            "another length of sequences (dataset.seq_length or max_seq_length), or set it to false"
         )

@@ -38,6 +38,9 @@ _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 class CausalLMRecipe(TextRecipe):
     """A recipe that trains a causal language model of transformers on text."""
 
+    length_key = "seq_length"
+    """The key of `dataset` that limits the length of sequences."""
+
     class Config(BaseModel):
         model: CausalLMConfig = Field(default_factory=CausalLMConfig)
         dataset: TextDataset = TextDataset()
@@ -52,7 +55,12 @@ class CausalLMRecipe(TextRecipe):
             return values
 
     def prepare_data(self) -> None:
-        model, dataset = self.config.model, self.config.dataset
+        self.prepare_model()
+        super().prepare_data()
+
+    def prepare_model(self) -> None:
+        """Downloads the weights, and refuses data that the model cannot take."""
+        model, length = self.config.model, getattr(self.config.dataset, self.length_key)
         if model.name is not None:
             fetch_folder(model.name, model.revision, model.trust_remote_code)
             self.files  # noqa: B018  # refuses files that cannot be read, before the text is prepared
@@ -60,12 +68,11 @@ class CausalLMRecipe(TextRecipe):
         key = "model.config.vocab_size" if model.config is not None else f"the vocabulary of model.name {model.name!r}"
         self.check_vocabulary(key, text_config.vocab_size)
         longest = _max_positions(text_config)
-        if longest is not None and dataset.seq_length > longest:
+        if longest is not None and length > longest:
             raise UserError(
-                f"dataset.seq_length = {dataset.seq_length}: the model has max_position_embeddings = {longest}; "
+                f"dataset.{self.length_key} = {length}: the model has max_position_embeddings = {longest}; "
                 + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
             )
-        super().prepare_data()
 
     @cached_property
     def folder(self) -> Path:
@@ -157,7 +164,8 @@ class CausalLMRecipe(TextRecipe):
         length = batch["input_ids"].shape[1]
         if length % parts:
             raise UserError(
-                f"distributed.mesh.cp = {parts} does not divide sequences of {length} tokens; change dataset.seq_length"
+                f"distributed.mesh.cp = {parts} does not divide sequences of {length} tokens; change dataset."
+                f"{self.length_key}"
             )
         part = slice(index * length // parts, (index + 1) * length // parts)
         positions = torch.arange(length, device=batch["input_ids"].device)[None, part]
@@ -187,10 +195,10 @@ class CausalLMRecipe(TextRecipe):
                     raise UserError(
                         f"distributed.mesh: {side} = {ranks} does not divide model.config.{key} = {heads}; change one"
                     )
-        length = self.config.dataset.seq_length
+        length = getattr(self.config.dataset, self.length_key)
         if length % cp:
             raise UserError(
-                f"distributed.mesh.cp = {cp} does not divide dataset.seq_length = {length}; change one of them"
+                f"distributed.mesh.cp = {cp} does not divide dataset.{self.length_key} = {length}; change one of them"
             )
 
     def num_blocks(self) -> int | None:

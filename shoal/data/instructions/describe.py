@@ -1,0 +1,118 @@
+"""Describes prepared instruction data: in a line for the report at step 1, and in full for `shoal data`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.instructions.chat_tokenizer import ChatTokenizer
+from shoal.data.instructions.packing import pack
+from shoal.data.instructions.prepare import Prepared
+from shoal.data.instructions.samples import Packs, Samples
+from shoal.data.view import DataView
+
+_BARS = 12
+
+
+def describe_data(prepared: Prepared) -> str:
+    """Returns what an epoch of the training data has, and what was done to the records."""
+    summaries = prepared.summaries("train")
+    samples, tokens, counted = _epoch_totals(prepared)
+    packs = f"packs, {prepared.train.fill():.1%} full, of " if isinstance(prepared.train, Packs) else ""
+    parts = [f"{packs}{samples:,} samples, {tokens:,} tokens, {counted:,} counted", *_what_was_done(summaries)]
+    shares = _shares(prepared) if prepared.config.is_mixture else []
+    return "; ".join([", ".join(parts), ", ".join(_settings(prepared)), *shares])
+
+
+def _settings(prepared: Prepared) -> list[str]:
+    """Returns how records became samples."""
+    config = prepared.config
+    formats = dict.fromkeys(one["format"] for one in prepared.summaries("train"))
+    settings = [f"format {', '.join(formats)}", f"loss on {config.loss_on}"]
+    if config.chat_template is not None:
+        settings.append(f"template {_template_name(config.chat_template)}")
+    if config.pad_to_max:
+        settings.append(f"padded to {config.max_seq_length:,} tokens")
+    return settings
+
+
+def _template_name(chat_template: str) -> str:
+    return "given as text" if "{" in chat_template else chat_template
+
+
+def _epoch_totals(prepared: Prepared) -> tuple[int, int, int]:
+    """Returns the samples, tokens and counted tokens of an epoch."""
+    summaries, repeats = prepared.summaries("train"), prepared.repeats
+    totals = (sum(s[key] * r for s, r in zip(summaries, repeats, strict=True)) for key in ("tokens", "counted"))
+    return len(prepared.samples("train")), *(round(total) for total in totals)
+
+
+def _what_was_done(summaries: list[dict[str, int]]) -> list[str]:
+    totals = {key: sum(one[key] for one in summaries) for key in ("truncated", "dropped", "split", "divided")}
+    done = [f"{totals[key]:,} {key}" for key in ("truncated", "dropped")]
+    if totals["split"]:
+        done.append(f"{totals['split']:,} split")
+    if totals["divided"]:
+        done.append(f"{totals['divided']:,} conversations made into several samples")
+    return done
+
+
+def _shares(prepared: Prepared) -> list[str]:
+    """Returns the sets of a mixture with their shares of an epoch, and how often it has their samples."""
+    total = sum(source.weight or 0 for source in prepared.config.sources)
+    return [
+        f"{one['name']} {(source.weight or 0) / total:.1%} (each sample {repeat:.2f} times an epoch)"
+        for one, source, repeat in zip(
+            prepared.summaries("train"), prepared.config.sources, prepared.repeats, strict=True
+        )
+    ]
+
+
+def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> DataView:
+    """Returns the first samples as text, and figures about all."""
+    config, summaries, samples = prepared.config, prepared.summaries("train"), prepared.samples("train")
+    count, tokens, counted = _epoch_totals(prepared)
+    lengths = samples.lengths()
+    template = "none" if tokenizer.template is None else _template_name(config.chat_template or f"of {tokenizer.name}")
+    facts = {
+        "records": "; ".join(f"{one['records']:,} in {one['name']} ({one['format']})" for one in summaries),
+        "template": template,
+        "samples": f"{count:,} an epoch",
+        "tokens": f"{tokens:,} an epoch, {counted:,} of them counted ({counted / tokens:.1%})",
+        "longest": f"{max(one['longest'] for one in summaries):,} tokens; max_seq_length {config.max_seq_length:,}",
+        "too long": f"{', '.join(_what_was_done(summaries))} (too_long: {config.too_long})",
+        "padding": _padding(prepared, lengths),
+    }
+    if config.is_mixture:
+        facts["mixture"] = "; ".join(_shares(prepared))
+    if evaluation := prepared.summaries("eval"):
+        facts["evaluation"] = f"{evaluation[0]['samples']:,} samples, {evaluation[0]['counted']:,} counted tokens"
+    shown = [_pieces(samples, index, tokenizer) for index in range(min(number, len(samples)))]
+    return DataView(shown, facts, _histogram(lengths))
+
+
+def _padding(prepared: Prepared, lengths: NDArray[np.int64]) -> str:
+    config = prepared.config
+    if isinstance(prepared.train, Packs):
+        return f"{len(prepared.train):,} packs of {config.max_seq_length:,}, {prepared.train.fill():.1%} real tokens"
+    _, bounds = pack(lengths, config.max_seq_length, config.packing_seed)
+    packs = len(bounds) - 1
+    fill = lengths.sum() / (packs * config.max_seq_length)
+    return f"not packed; packing would make {packs:,} packs of {config.max_seq_length:,}, {fill:.1%} real tokens"
+
+
+def _pieces(samples: Samples, index: int, tokenizer: ChatTokenizer) -> list[tuple[str, bool]]:
+    """Returns a sample as pieces of text: runs of tokens that count, or do not."""
+    tokens, counted = samples.tokens(index)
+    runs = groupby(zip(tokens.tolist(), counted.tolist(), strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in run]), bool(counts)) for counts, run in runs]
+
+
+def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Returns (shortest, longest, samples) of ranges of equal width."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // _BARS))
+    counts = np.bincount((lengths - low) // width)
+    return [(low + i * width, low + (i + 1) * width - 1, int(count)) for i, count in enumerate(counts)]

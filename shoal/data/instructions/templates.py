@@ -1,0 +1,49 @@
+"""Chat templates by name, for tokenizers without one or with another.
+
+They have the turns and the special tokens of the models that they are named after, without tools, dates and thinking:
+for these take the template that comes with the model's tokenizer.
+"""
+
+from __future__ import annotations
+
+_CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages -%}
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif -%}
+"""
+_GEMMA = """\
+{{- bos_token }}
+{%- for message in messages -%}
+{%- if message['role'] == 'system' %}{{ raise_exception('gemma has no system turn; put its text into the first user turn') }}{% endif -%}
+{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+{{- message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}
+"""  # noqa: E501
+_MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{%- elif message['role'] == 'assistant' -%}{{ ' ' + message['content'] | trim + eos_token }}
+{%- else %}{{ raise_exception('mistral has no ' + message['role'] + ' turn here; put its text into a user turn') }}
+{%- endif -%}
+{%- endfor -%}
+"""
+_ALPACA = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}{{ message['content'] + eos_token + '\\n\\n' }}
+{%- elif message['role'] == 'user' -%}{{ '### Instruction:\\n' + message['content'] + '\\n\\n### Response:\\n' }}
+{%- else -%}{{ message['content'] + '\\n\\n' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "mistral": _MISTRAL, "alpaca": _ALPACA}
+"""The templates that `dataset.chat_template` can name."""

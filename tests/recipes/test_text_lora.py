@@ -1,0 +1,324 @@
+"""Recipe text_lora: fine-tuning on instructions, packed or not, in every layout, with answers to look at."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import call_shoal
+from pool import Pool
+from torch import Tensor, nn
+from verify.runs import failed, runner_on
+
+from shoal.checkpoint.export import _write_tokenizer, export
+from shoal.cli.data import _coloured
+from shoal.config.run import Run, check_run, load_run
+from shoal.errors import UserError
+from shoal.models.generate import generate_greedily
+from shoal.recipes.text_lora import TextLoraRecipe
+from shoal.training import train
+from shoal.verify.prove import prove
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from chat_tokenizers import save_tokenizer, write_lines
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+def facts(number: int) -> list[dict[str, Any]]:
+    names = ("Rome", "Paris", "Madrid", "Oslo", "Bern", "Vienna", "Prague", "Lisbon")
+    return [{"instruction": f"Say {i}", "output": " ".join([names[i % 8]] * (1 + i % 3))} for i in range(number)]
+
+
+def tree(tmp_path: Path, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    """Returns the config of a small run on 8 instructions; each of `sections` is added to the section of its name."""
+    if not (file := tmp_path / "facts.jsonl").exists():
+        write_lines(file, facts(8))
+    tokenizer = str(tmp_path / "qwen3")
+    if not Path(tokenizer).exists():
+        save_tokenizer(tmp_path, "qwen3")
+    return {
+        "recipe": "text_lora",
+        "model": model or {"config": LLAMA},
+        "dataset": {
+            "train_file": str(file),
+            "tokenizer": tokenizer,
+            "max_seq_length": 128,
+            "cache_dir": str(tmp_path / "cache"),
+            **sections.get("dataset", {}),
+        },
+        "training": {"max_steps": 2, "batch_size": 4, "device": "cpu", **sections.get("training", {})},
+        "experiment": {"output_dir": str(tmp_path / "out"), **sections.get("experiment", {})},
+        "logging": {"every": 1, "console": "plain", "tensorboard": False},
+        "distributed": sections.get("distributed", {}),
+    }
+
+
+def make_recipe(run: Run) -> TextLoraRecipe:
+    recipe = run.make_recipe()
+    assert isinstance(recipe, TextLoraRecipe)
+    recipe.prepare_data()
+    return recipe
+
+
+def assert_refused(message: str, action: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value)), caught.value
+
+
+def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packed, and evaluated on what it was trained on. The answer ends by itself, with the token of the template."""
+    dataset = {"packing": True, "eval_file": str(tmp_path / "facts.jsonl")}
+    training = {"max_steps": 100, "learning_rate": 1e-2, "batch_size": 2, "lr_scheduler": "constant", "eval_steps": 60}
+    outcome = train(check_run(tree(tmp_path, dataset=dataset, training=training)))
+    assert capsys.readouterr().out.count("reference: ") == 3  # of step 60; the caller has those of the end
+    assert outcome.metrics["eval/loss"] < 0.05
+    shown = re.findall(r"prompt: .*?\n?answer: +(.*?)\nreference: +(.*?)(?:\n|$)", outcome.preview, re.S)
+    assert len(shown) == 3
+    assert all(answer == reference for answer, reference in shown), outcome.preview
+    assert "<|im_end|>" not in outcome.preview
+    report = (tmp_path / "out" / "report.txt").read_text()
+    row = re.search(r"^data +(\d+) samples an epoch: (.*)$", report, re.M)
+    assert row, report
+    assert re.match(r"packs, \d\d.\d% full, of 8 samples, \d+ tokens, \d+ counted, 0 truncated, 0 dropped; ", row[2])
+    assert row[2].endswith("; format alpaca, loss on answers")
+
+
+def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """A mixture, packed: the losses of an interrupted run are those of an undisturbed one."""
+    other = write_lines(tmp_path / "other.jsonl", [{"prompt": f"q{i}", "completion": "a" * i} for i in range(5)])
+    tree(tmp_path)
+    mixed = [{"file": str(tmp_path / "facts.jsonl"), "weight": 2.0}, {"file": other, "weight": 1.0}]
+
+    def losses(name: str, *ends: int) -> list[float]:
+        for end in ends:
+            config = tree(
+                tmp_path,
+                dataset={"train_file": mixed, "packing": True},
+                training={"max_steps": end, "lr_scheduler": "constant"},
+                experiment={"output_dir": str(tmp_path / name)},
+            )
+            train(check_run(config))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+
+    whole = losses("whole", 6)
+    assert len(whole) == 6
+    assert losses("parts", 3, 6) == whole
+    report = (tmp_path / "whole" / "report.txt").read_text()
+    assert re.search(r"facts.jsonl 66.7% \(each sample 1.25 times an epoch\); .*other.jsonl 33.3%", report)
+
+
+def train_here(config: dict[str, Any]) -> tuple[str | None, float]:
+    outcome = train(check_run(config))
+    return outcome.preview, outcome.metrics["eval/loss"]
+
+
+def test_ranks_of_a_sharded_model_answer_alike(tmp_path: Path, pool2: Pool) -> None:
+    sections = {
+        "dataset": {"eval_fraction": 0.3, "packing": True},
+        "training": {"global_batch_size": 4, "batch_size": 2},
+    }
+    alone, loss = train_here(tree(tmp_path, **sections, experiment={"output_dir": str(tmp_path / "alone")}))
+    assert alone is not None
+    sharded = tree(tmp_path, **sections, distributed={"strategy": "fsdp"})
+    for preview, sharded_loss in pool2.run(train_here, sharded, init=False):
+        assert preview == alone
+        assert sharded_loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dataset", "layouts"),
+    [
+        ({"packing": True}, ["ddp", "fsdp", "zero_2", "tp", "tp_sp", "pp"]),
+        ({"pad_to_max": True}, ["ddp", "fsdp", "tp_sp", "pp", "cp"]),
+        ({}, ["ddp", "fsdp", "zero_3", "tp"]),
+    ],
+)
+def test_layouts_train_alike(dataset: dict[str, Any], layouts: list[str], tmp_path: Path, pool2: Pool) -> None:
+    write_lines(tmp_path / "facts.jsonl", facts(24))
+    config = tree(tmp_path, dataset=dataset, training={"batch_size": 2, "global_batch_size": 8})
+    verdicts = prove(check_run(config), 2, layouts, 2, runner=runner_on(pool2))
+    assert {verdict.name: failed(verdict) for verdict in verdicts if failed(verdict)} == {}
+    assert len(verdicts) >= len(layouts)
+
+
+def test_layouts_that_would_cut_samples_are_refused(tmp_path: Path) -> None:
+    def check(sides: dict[str, int], **dataset: Any) -> None:
+        mesh = {"strategy": "mesh", "mesh": sides}
+        check_run(tree(tmp_path, dataset=dataset, distributed=mesh))
+
+    cp = "dataset.packing = true: distributed.mesh.cp = 2 splits sequences over ranks"
+    assert_refused(cp, lambda: check({"cp": 2}, packing=True))
+    assert_refused(
+        "distributed.mesh.cp = 2 needs sequences of one length; set dataset.pad_to", lambda: check({"cp": 2})
+    )
+    assert_refused("distributed.mesh.pp = 2 needs .*pad_to_max: true or dataset.packing", lambda: check({"pp": 2}))
+    check({"cp": 2}, pad_to_max=True)
+    check({"pp": 2}, packing=True)
+
+
+def test_models_that_would_mix_packed_samples_are_refused(tmp_path: Path) -> None:
+    opt = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    run = check_run(tree(tmp_path, {"config": opt}, dataset={"packing": True}))
+    assert_refused("packing = true: a opt is not among the models that are proved", lambda: make_recipe(run))
+
+
+def test_settings_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+    long = check_run(tree(tmp_path, dataset={"max_seq_length": 512}))
+    assert_refused(
+        "dataset.max_seq_length = 512: the model has max_position_embeddings = 256; raise", lambda: make_recipe(long)
+    )
+    small = check_run(tree(tmp_path, {"config": {**LLAMA, "vocab_size": 100}}))
+    assert_refused("model.config.vocab_size = 100, but dataset.tokenizer = ", lambda: make_recipe(small))
+    config = tree(tmp_path)
+    del config["dataset"]["train_file"]
+    assert_refused("dataset.train_file is missing", lambda: check_run(config))
+    assert_refused("dataset.train_fil is not a key; did you mean dataset.train_file", lambda: check_run(
+        {**tree(tmp_path), "dataset": {"train_fil": "a"}}
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+def test_packed_batches_are_counted_and_scored_as_samples(tmp_path: Path, attention: str | None) -> None:
+    """Every counted token weighs the same: the sums over packs are the sums over samples."""
+    model = {"config": LLAMA, **({"attn_implementation": attention} if attention else {})}
+    packed = make_recipe(check_run(tree(tmp_path, model, dataset={"packing": True})))
+    plain = make_recipe(check_run(tree(tmp_path, model)))
+    torch.manual_seed(0)
+    net: Any = packed.build_model().eval()
+
+    def score(recipe: TextLoraRecipe) -> tuple[float, int, int]:
+        data = recipe.train_data()
+        batch = recipe.collate([data[i] for i in range(len(data))])
+        with torch.no_grad():
+            total = recipe.loss(net(**recipe.inputs(batch)), batch)
+        return float(total), int(recipe.count(batch)), len(batch["input_ids"])
+
+    loss, count, rows = score(packed)
+    expected, expected_count, samples = score(plain)
+    assert (count, samples) == (expected_count, 8)
+    assert rows < samples
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+class Counting(nn.Module):
+    """Counts the calls of a model."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model, self.config, self.calls = model, model.config, 0
+        self.set_attn_implementation = model.set_attn_implementation
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        self.calls += 1
+        return self.model(input_ids=input_ids, position_ids=position_ids, **options)
+
+
+def test_generation_by_a_cache_of_several_prompts_is_that_of_each(tmp_path: Path) -> None:
+    recipe = make_recipe(check_run(tree(tmp_path)))
+    torch.manual_seed(0)
+    net: Any = recipe.build_model().eval()
+    prompts = [torch.tensor([5, 6, 7, 8, 9]), torch.tensor([30])]
+    counting = Counting(net)
+    together = generate_greedily(counting, prompts, 6, filler=0)
+    assert counting.calls == 6
+    for prompt, answer in zip(prompts, together, strict=True):
+        tokens = prompt
+        for _ in range(6):
+            tokens = torch.cat([tokens, net(input_ids=tokens[None]).logits[0, -1:].argmax(-1)])
+        assert answer.tolist() == tokens[len(prompt) :].tolist()
+
+
+def test_shoal_data_shows_samples_and_figures(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(tree(tmp_path, dataset={"eval_fraction": 0.2})))
+    shown = call_shoal(tmp_path, "data", str(config), "-n", "2")
+    assert shown.returncode == 0, shown.stderr
+    assert "Say 0<|im_end|>\n<|im_start|>assistant\n⟦<think>" in shown.stdout
+    assert "Rome<|im_end|>⟧" in shown.stdout
+    assert shown.stdout.count("⟧") == 2
+    assert re.search(r"^samples +\d an epoch", shown.stdout, re.M)
+    assert re.search(r"^tokens +\d+ an epoch, \d+ of them counted \(\d\d.\d%\)", shown.stdout, re.M)
+    assert re.search(
+        r"^padding +not packed; packing would make \d packs of 128, \d\d.\d% real tokens", shown.stdout, re.M
+    )
+    assert re.search(r"^too long +0 truncated, 0 dropped \(too_long: truncate\)", shown.stdout, re.M)
+    assert re.search(r"^ *\d+–\d+  █+ +\d+$", shown.stdout, re.M)
+    assert not (tmp_path / "out").exists()
+
+
+def test_counted_tokens_are_coloured_on_a_terminal() -> None:
+    text = _coloured([("ask ", False), ("answer", True)], is_terminal=True)
+    assert text.plain == "ask answer"
+    assert [text.plain[span.start : span.end] for span in text.spans if span.style == "green"] == ["answer"]
+
+
+def test_shoal_data_shows_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("the quick brown fox " * 40)
+    dataset = {"name": "text", "files": "book.txt", "seq_length": 16, "cache_dir": str(tmp_path)}
+    (tmp_path / "run.yaml").write_text(json.dumps({"recipe": "bdh", "dataset": dataset, "training": {"max_steps": 1}}))
+    shown = call_shoal(tmp_path, "data", "run.yaml", "-n", "1")
+    assert shown.returncode == 0, shown.stderr
+    assert "⟦" in shown.stdout
+    assert "all counted; 16 in each sample" in shown.stdout
+
+
+def test_shoal_data_refuses_recipes_that_show_nothing(toy: Any) -> None:
+    shown = toy.call("data", str(toy.config))
+    assert shown.returncode == 2
+    assert "recipe Toy: it has no view_data(self, number)" in shown.stderr
+
+
+def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    examples = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    assert len(examples) > 1
+    for number, example in enumerate(examples):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(example)
+        loaded = load_run(path)
+        path.write_text(loaded.to_yaml())
+        assert load_run(path).recipe_config == loaded.recipe_config
+    (record,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    config = tree(tmp_path, dataset={"train_file": str(tmp_path / "record.jsonl")})
+    (tmp_path / "record.jsonl").write_text(record)
+    assert len(make_recipe(check_run(config)).train_data()) == 1
+
+
+def test_the_tokenizer_is_exported_with_its_template(tmp_path: Path) -> None:
+    recipe = make_recipe(check_run(tree(tmp_path, dataset={"chat_template": "alpaca"})))
+    (tmp_path / "hf").mkdir()
+    assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert exported.chat_template == recipe.tokenizer.template
+
+
+@pytest.mark.slow
+def test_an_export_has_the_chat_template_that_was_trained_with(tmp_path: Path) -> None:
+    config = tree(tmp_path, dataset={"chat_template": "chatml"}, training={"max_steps": 1})
+    train(check_run(config))
+    (step_dir,) = (tmp_path / "out" / "checkpoints").glob("step_*")
+    export(step_dir, tmp_path / "hf", "hf")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    message = {"role": "user", "content": "Say 0"}
+    text = exported.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nSay 0<|im_end|>\n<|im_start|>assistant\n"
