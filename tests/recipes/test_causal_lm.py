@@ -121,7 +121,7 @@ def losses(tmp_path: Path) -> list[float]:
 def test_training_from_scratch(
     tmp_path: Path, text: dict[str, Any], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    outcome = train_tiny(tmp_path, {"config": LLAMA}, text)
+    outcome = train_tiny(tmp_path, {"config": LLAMA}, text, lr_scheduler={"name": "cosine", "min_ratio": 0.1})
     first, *_, last = losses(tmp_path)
     assert first == pytest.approx(math.log(256), abs=0.15)
     assert last < 2.5
