@@ -16,9 +16,9 @@ from torch import nn
 from shoal.config import run as config_run
 from shoal.config.from_python import ConfigLike, run_from_python
 from shoal.errors import UserError
+from shoal.launch.ends import log_path
 from shoal.launch.mistakes import with_hints
 from shoal.launch.spawn import run_function
-from shoal.launch.worker import log_path
 from shoal.processes.detect import detect, is_worker
 from shoal.training.load import load
 from shoal.training.loop import Outcome, Shell
@@ -82,11 +82,13 @@ def _train_own_steps(settings: config_run.Run, evaluation: Evaluation | None) ->
 
 def starts_processes(run: config_run.Run) -> bool:
     """Returns whether the config asks for several processes and this process is none of them."""
-    if run.config.launch.processes == 1 or is_worker() or detect().size > 1:
+    launch = run.config.launch
+    os.environ |= launch.env
+    if launch.processes == 1 or is_worker() or detect().size > 1:
         return False
-    if run.config.launch.nodes > 1:
+    if launch.max_nodes > 1:
         raise UserError(
-            f"launch.nodes = {run.config.launch.nodes}: Python starts processes on this machine only; use torchrun or "
+            f"launch.nodes = {launch.nodes}: Python starts processes on this machine only; use torchrun or "
             "`shoal train` on every machine"
         )
     return True

@@ -58,7 +58,9 @@ def train_here(config: Path, overrides: list[str]) -> int:
 SLOW = {"shoal verify configs/demo.yaml": pytest.mark.slow}  # tests/verify proves smaller models
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, id=c, marks=SLOW.get(c, ())) for c in commands() if "configs/" in c])
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, id=c, marks=SLOW.get(c, ())) for c in commands() if "configs/" in c]
+)
 def test_commands_in_the_docs_run(command: str, tmp_path: Path, pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)

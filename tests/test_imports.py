@@ -68,10 +68,10 @@ LAUNCHER_VARIABLES = re.compile(
 )
 
 
-def test_launcher_variables_are_read_in_one_file() -> None:
+def test_launcher_variables_are_read_in_one_place() -> None:
     """Other files may name them to write them for their children: as keys of a dict, or in `os.environ[name] = …`."""
     for path in PACKAGE.rglob("*.py"):
-        if path == PACKAGE / "processes" / "detect.py":
+        if path.parent == PACKAGE / "processes" and path.name in ("detect.py", "environments.py", "slurm_lists.py"):
             continue
         tree = ast.parse(path.read_text())
         keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
@@ -88,3 +88,45 @@ def test_launcher_variables_are_read_in_one_file() -> None:
             and node not in stores
         ]
         assert not read, path
+
+
+MISSING_ELSEWHERE = {"fcntl", "resource", "termios", "pwd", "grp", "SIGUSR1", "SIGKILL", "setpgid", "killpg", "setsid"}
+"""Modules and names that only POSIX systems have."""
+
+
+def test_nothing_that_only_posix_has_is_used_at_import() -> None:
+    """`tests/launch/test_without_posix.py` takes them away and trains."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        inside = {id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            if id(node) not in inside:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.attr] if isinstance(node, ast.Attribute) else []
+                assert not MISSING_ELSEWHERE & {*names}, path
+
+
+def imported_at_once(module: str) -> set[str]:
+    """Returns the modules that a module of shoal imports when it is imported, not those that its functions import."""
+    path = PACKAGE.parent / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    statements = [*ast.parse(path.read_text()).body] if path.exists() else []
+    names = {module.rpartition(".")[0]}
+    for node in statements:
+        names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names - {""}
+
+
+def test_a_launcher_imports_neither_the_training_loop_nor_the_strategies() -> None:
+    """A launcher only checks the config and starts processes; importing the rest takes a second of every start."""
+    seen: set[str] = set()
+    to_do = {"shoal.config", "shoal.launch.launcher", "shoal.launch.mistakes", "shoal.training.preflight"}
+    while to_do - seen:
+        module = (to_do - seen).pop()
+        seen.add(module)
+        to_do |= {name for name in imported_at_once(module) if name.startswith(("shoal", "torch.distributed"))}
+    assert "shoal.processes.board" in seen
+    heavy = ("shoal.training.loop", "shoal.training.session", "shoal.strategies", "torch.distributed.elastic")
+    assert not [name for name in seen if name.startswith(heavy)]

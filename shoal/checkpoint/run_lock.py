@@ -261,7 +261,8 @@ class RunLock:
         The text always has the same length and is written by one call, so that readers never see half of it.
         """
         assert self._file is not None
-        os.pwrite(self._file, self._text(), 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.write(self._file, self._text())
         os.utime(self._file)
 
     def _text(self) -> bytes:
@@ -328,7 +329,7 @@ def _modified_at(path: Path) -> float | None:
     The file is opened first, which makes network file systems ask the server.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place is not waited for
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe in its place is not waited for
     except OSError:
         return None
     try:

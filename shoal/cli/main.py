@@ -17,6 +17,7 @@ from shoal.cli.config import show_config
 from shoal.cli.data import data
 from shoal.cli.demo import demo
 from shoal.cli.init import init
+from shoal.cli.launch import launch
 from shoal.cli.train import train
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
@@ -34,6 +35,7 @@ app = App(
 app.command()(demo)
 app.command()(init)
 app.command()(train)
+app.command()(launch)
 app.command("config")(show_config)
 app.command()(data)
 app.command()(verify)

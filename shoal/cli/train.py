@@ -7,10 +7,11 @@ import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -39,24 +40,30 @@ def train(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False,
 
 def train_config(config: Path, overrides: list[str], command: list[str], fresh: bool = False) -> None:
     """Trains a run to its end; `command` is what the user typed after `shoal`, without the overrides."""
+    set_variables(config, overrides)
     from shoal.config import load_run
-    from shoal.launch.launcher import start
     from shoal.launch.mistakes import RecipeFailure, explained, keep_traceback
-    from shoal.launch.worker import as_worker, log_path
-    from shoal.processes.detect import detect, detect_attempt, is_worker
+    from shoal.processes.detect import detect
+
+    with explained():
+        run = load_run(config, overrides)
+    if fresh:
+        _start_fresh(run)
+    world = detect(launch=run.config.launch)
+    if world.starts:  # this process starts the others and does not train itself, so it does not need all of shoal
+        from shoal.launch.launcher import start
+        from shoal.training.preflight import check_before_launch
+
+        check_before_launch(run, world)
+        debug = ["--debug"] if "--debug" in sys.argv else []
+        raise typer.Exit(start(run, world, [*command, *debug, *overrides]))
+
+    from shoal.launch.ends import log_path
+    from shoal.launch.worker import as_worker
     from shoal.training import train as train_run
     from shoal.training.preflight import check_start
     from shoal.training.signals import Stopped
 
-    with explained():
-        run = load_run(config, overrides)
-    launch = run.config.launch
-    if fresh:
-        _start_fresh(run)
-    if launch.processes > 1 and not is_worker():  # this process starts the others and does not train itself
-        check_start(run, launch.processes, launch.procs_per_node, any(detect_attempt()))
-        raise typer.Exit(start(run, [word for word in sys.argv[1:] if word != "--fresh"]))
-    world = detect()
     check = partial(check_start, run, world.size, world.local_size, world.was_restarted)
     with as_worker(run, world, check) if world.size > 1 else nullcontext(2) as terminal:
         try:
@@ -80,13 +87,34 @@ def train_config(config: Path, overrides: list[str], command: list[str], fresh: 
         raise typer.Exit(128 + stopped_by)
 
 
+def set_variables(config: Path, overrides: Sequence[str]) -> None:
+    """Sets the environment variables of the section `launch.env`, before any library reads them.
+
+    The config is checked later, which imports the recipe and with it torch.
+    """
+    from shoal.config.overrides import read_with_overrides
+    from shoal.config.schema import LaunchConfig
+    from shoal.config.validation import validate
+    from shoal.launch.workers import QUIET_LAUNCHER
+    from shoal.processes.detect import is_worker
+
+    tree, sources = read_with_overrides(config, overrides)
+    launch = tree.get("launch")
+    if not isinstance(launch, dict):
+        return
+    if launch.get("nodes", 1) != 1 and not is_worker():
+        os.environ.setdefault(*QUIET_LAUNCHER)
+    if "env" in launch:
+        tree = {"launch": {"env": launch["env"]}}
+        os.environ |= validate(dict[Literal["launch"], LaunchConfig], tree, sources)["launch"].env
+
+
 def _start_fresh(run: Run) -> None:
     """Renames the run folder, so that the run starts anew; not if a scheduler has restarted the same command."""
-    from shoal.processes.detect import detect, detect_attempt, is_worker
+    from shoal.processes.detect import detect, detect_attempt
     from shoal.training.preflight import move_aside
 
-    launch = run.config.launch
-    if launch.nodes > 1 or (is_worker() and detect().size > 1):
+    if run.config.launch.max_nodes > 1 or detect(launch=run.config.launch).size > 1:
         raise UserError(
             "--fresh: several processes or machines would rename the run folder at once; rename it by hand, or choose "
             "another experiment.output_dir"

@@ -7,10 +7,11 @@ keys are the user's reference: `python tests/test_docs.py --write` writes them i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from shoal.config.schema_distributed import DistributedConfig
 from shoal.config.schema_optimizers import (
@@ -196,21 +197,69 @@ class TrainingConfig(Section):
         )
 
 
+def _check_nodes(value: int | str) -> int | str:
+    found = re.fullmatch(r"([1-9]\d{0,5}):([1-9]\d{0,5})", value if isinstance(value, str) else f"{value}:{value}")
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"nodes = {value!r:.100} should be a number from 1, or MIN:MAX such as 1:4")
+    return value
+
+
+_LAUNCHER_VARIABLES = r"(LOCAL_|NODE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|SLURM|SHOAL|PET)_\w+"
+
+
+def _read_variables(value: Any) -> Any:
+    """Returns numbers as texts, because the environment has texts alone; refuses variables that launchers set."""
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+            raise ValueError(f"{name!r:.100} is not the name of an environment variable")
+        if re.fullmatch(_LAUNCHER_VARIABLES, name):
+            raise ValueError(f"launchers set {name}; remove it")
+    return {name: str(value) if type(value) in (int, float) else value for name, value in value.items()}
+
+
 class LaunchConfig(Section):
     target: Literal["local"] = "local"
-    """Where processes are started: on this machine."""
-    nodes: Positive = 1
-    """Number of machines. If more than one, run the command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK
-    set."""
+    """Where `shoal launch` starts the run: on this machine (`local`)."""
+    nodes: Annotated[int | str, AfterValidator(_check_nodes)] = 1
+    """Number of machines, or `MIN:MAX` for a run that goes on when machines leave, as long as MIN are left. If more
+    than one, run the command on each machine, and say where they meet and which machine each is."""
     procs_per_node: Positive = 1
     """Number of processes on each machine, usually one per GPU."""
+    env: Annotated[dict[str, str], BeforeValidator(_read_variables)] = {}  # noqa: RUF012, pydantic copies it
+    """Environment variables for every process of the run, such as `NCCL_DEBUG: INFO`."""
+    master_addr: str | None = None
+    """The address of the first machine (node 0), which all others can reach. Default: the variable MASTER_ADDR."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A free port of the first machine. Default: the variable MASTER_PORT."""
+    node_rank: NonNegative | None = None
+    """The number of this machine, from 0. Default: the variable NODE_RANK."""
+    detect: Literal["auto", "none"] = "auto"
+    """`auto`: join the processes that torchrun, SLURM, Kubeflow, Ray or MPI has started. `none`: ignore their
+    variables; this process is alone, or starts the others itself."""
     max_restarts: NonNegative = 3
     """How many times to restart from the last checkpoint after a process died."""
 
     @property
+    def min_nodes(self) -> int:
+        """The number of machines without which the run does not go on."""
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        """The number of machines that the run uses if all are there."""
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[2])
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the run may go on with fewer machines."""
+        return self.min_nodes < self.max_nodes
+
+    @property
     def processes(self) -> int:
-        """The number of processes on all machines."""
-        return self.nodes * self.procs_per_node
+        """The number of processes on all machines, if all are there."""
+        return self.max_nodes * self.procs_per_node
 
 
 class CheckpointConfig(Section):

@@ -42,7 +42,8 @@ class _Item:
 def _leave_process_group(worker: int) -> None:
     """Puts a worker into a process group of its own. Ctrl-C and launchers signal a whole group, but the training
     process needs its workers until it has saved and stopped."""
-    os.setpgid(0, 0)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 @dataclass

@@ -8,12 +8,11 @@ Preparing reads the text. Opening reads only the second file, so that ranks do n
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,7 +108,10 @@ def locked(path: Path) -> Iterator[None]:
     """Holds a lock on `path` among all processes. The lock file is never removed: two processes could otherwise hold
     locks on two different files."""
     with path.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(ImportError):  # Windows has no such locks; there, prepare the data in one process
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,18 +19,12 @@ import torch.distributed as dist
 from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
+from shoal.launch.cards import card_of, check_equal
+from shoal.launch.ends import FINAL_EXIT_CODE, log_path
 from shoal.launch.mistakes import RecipeFailure, harmless
-from shoal.processes.board import board_section, connect_to_board
+from shoal.processes.board import REMINDER_SECONDS, board_section, connect_to_board
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
-
-FINAL_EXIT_CODE = "final exit code"
-"""The key of the board under which a worker puts the exit code of a run that would fail again if restarted."""
-
-
-def log_path(run: Run, rank: int) -> Path:
-    """Returns the log file of a rank in the run folder."""
-    return Path(run.config.output_dir) / "logs" / f"rank_{rank}.log"
 
 
 @contextmanager
@@ -41,12 +36,17 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
     are made, so that a run that it refuses leaves no folder.
     """
     _exit_with_launcher(world)
-    board = connect_to_board(world, run.config.distributed.init_timeout)
+    terminal, init_timeout = os.dup(2), run.config.distributed.init_timeout
+
+    def remind(line: str) -> None:
+        os.write(terminal, f"shoal: {line}\n".encode())
+
+    board = connect_to_board(world, init_timeout, remind if world.local_rank == 0 else lambda line: None)
     if board.check([FINAL_EXIT_CODE]):
         os._exit(int(board.get(FINAL_EXIT_CODE)))
     path, output_dir = log_path(run, world.rank), run.config.output_dir
-    terminal = os.dup(2)
     try:
+        call_the_roll(run, world, remind)
         saved_before = step_folders(output_dir)
         check()
         with _open_log(path, run) as log:
@@ -74,6 +74,53 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
                 board.set(FINAL_EXIT_CODE, str(code))
         sys.stdout.flush()
         os._exit(code)
+
+
+def call_the_roll(run: Run, world: World, remind: Callable[[str], None]) -> None:
+    """Waits in rank 0 until all ranks have come, and names those that have not. Compares what machines run with.
+
+    A launcher of shoal has compared the machines before it has started processes.
+    """
+    if world.group != "to make":
+        return
+    board, init_timeout = board_section(world, "roll"), run.config.distributed.init_timeout
+    if world.rank == 0:
+        board.set("card", card_of(run).to_json())
+    elif world.local_rank == 0 and world.launcher_pid is None:
+        board.wait(["card"], timedelta(seconds=init_timeout))
+        try:
+            check_equal(card_of(run), board.get("card").decode())
+        except UserError as error:
+            board.set("refusal", f"{_name_rank(world.rank, world)}: {error}")
+            raise
+    board.set(f"rank {world.rank}", "")
+    began = time.monotonic()
+    reminder = began + REMINDER_SECONDS
+    while world.rank == 0 and not board.check([f"rank {rank}" for rank in range(world.size)]):
+        waited = time.monotonic() - began
+        if board.check(["refusal"]):  # that rank prints it on its own machine
+            remind(f"error: {one_line(board.get('refusal').decode(), limit=10_000)}")
+            os._exit(2)
+        if waited < min(reminder - began, init_timeout):
+            time.sleep(0.02)
+            continue
+        reminder += REMINDER_SECONDS
+        missing = [rank for rank in range(world.size) if not board.check([f"rank {rank}"])]
+        names = ", ".join(_name_rank(rank, world) for rank in missing[:8]) + (", …" if len(missing) > 8 else "")
+        limit = f"distributed.init_timeout = {init_timeout:g} s"
+        if waited >= init_timeout:
+            raise UserError(
+                f"WORLD_SIZE={world.size}: {names} did not come within {limit}; start all of them, with "
+                f"MASTER_ADDR = {world.address}, MASTER_PORT = {world.port}"
+            )
+        remind(f"waiting for {names} for {waited:.0f} s (until {limit})")
+
+
+def _name_rank(rank: int, world: World) -> str:
+    """Returns a rank with its machine, for messages."""
+    node = rank // world.local_size
+    host = f", {world.hosts[node]}" if node < len(world.hosts) else ""
+    return f"rank {rank} (node {node}{host})"
 
 
 def _format_traceback() -> str:

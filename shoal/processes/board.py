@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.world import World
-from shoal.torch_private import default_store
+from shoal.processes.world import LOOPBACK, World
 
 HANG_REPORT = "hang report of {}"
 """The key of an attempt's hang report, which is JSON: `who` names the ranks that did not arrive, and `silent` lists
@@ -30,20 +29,30 @@ _ANSWER_SECONDS = 60.0
 """How long something that listens may take to answer as a board does. A board answers at once."""
 
 
-def connect_to_board(world: World, timeout_seconds: float = 300) -> Any:
+REMINDER_SECONDS = 15
+"""How often the user is told whom a process waits for."""
+
+
+def connect_to_board(
+    world: World, timeout_seconds: float = 300, remind: Callable[[str], None] = lambda line: None
+) -> Any:
     """Returns this process's connection to the board. Rank 0 opens the board, unless the launcher has.
 
-    The other ranks wait up to `timeout_seconds` for it, and raise UserError if there is none. If somebody else made
-    the process group, the board is the store of that group.
+    The other ranks wait up to `timeout_seconds` for it, and raise UserError if there is none; meanwhile `remind` gets a
+    line every 15 seconds. If somebody else made the process group, the board is the store of that group.
     """
     if world.group == "made":
+        from shoal.torch_private import default_store  # here, because a launcher does not need it and it imports much
+
         return default_store()
     if world.rank == 0 and not world.launcher_keeps_board:
+        if world.environment != "Kubeflow":  # there the address is that of a service
+            _check_own_address(world)
         return _opened_board(world.address, world.port, world.on_one_machine)
     place = (world.address, world.port)
     if place not in _found_boards:
         # A launcher other than shoal's, such as torchrun, opens a store without the key.
-        board = _find_board(*place, timeout_seconds, opened_by_shoal=not world.launcher_keeps_board)
+        board = _find_board(*place, timeout_seconds, not world.launcher_keeps_board, remind)
         _found_boards.clear()
         _found_boards[place] = board
     return _found_boards[place]
@@ -88,7 +97,7 @@ def open_board(address: str, port: int, loopback_only: bool) -> Any:
         raise UserError(
             f"MASTER_PORT = {port}: this machine cannot listen on it ({error.strerror}); choose another port"
         ) from None
-    # With multi_tenant, torch's launcher in the same process uses this store instead of opening its own.
+    # With multi_tenant, code that asks torch for a store at this port, as `env://` does, gets this one.
     board = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         listener.getsockname()[1],
@@ -108,15 +117,65 @@ _found_boards: dict[tuple[str, int], Any] = {}
 """The connection to the board that another process keeps, by address and port: one for each process."""
 
 
-def _find_board(address: str, port: int, timeout_seconds: float, opened_by_shoal: bool) -> Any:
+def _check_own_address(world: World) -> None:
+    """Raises UserError if the address at which rank 0 should open the board does not lead to this machine."""
+    if world.address in LOOPBACK:
+        return
+    try:
+        addresses = {(info[0], info[4][0]) for info in socket.getaddrinfo(world.address, None)}
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR = {world.address}: it cannot be resolved ({error.strerror}); use an address of this machine, "
+            "which comes first"
+        ) from None
+    for family, address in addresses:
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))  # works for addresses of this machine alone
+            return
+    if _leads_back(world.address, world.port):  # an address of the host of this container, for example
+        return
+    raise UserError(
+        f"MASTER_ADDR = {world.address}: it leads to another machine, but this one ({socket.gethostname()}) is first; "
+        "use an address of this machine, or correct NODE_RANK"
+    )
+
+
+def _leads_back(address: str, port: int, timeout_seconds: float = 2.0) -> bool:
+    """Returns whether connections to an address arrive at this machine."""
+    token, deadline = os.urandom(16), time.monotonic() + timeout_seconds
+    with (
+        suppress(OSError),
+        socket.create_server(("", port)) as listener,
+        socket.create_connection((address, port), timeout_seconds) as probe,
+    ):
+        probe.sendall(token)
+        while (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            with listener.accept()[0] as connection:  # of the probe, or of a rank that looks for the board
+                connection.settimeout(left)
+                if connection.recv(len(token)) == token:
+                    return True
+    return False
+
+
+def _find_board(
+    address: str, port: int, timeout_seconds: float, opened_by_shoal: bool, remind: Callable[[str], None]
+) -> Any:
     """Connects to the board that another process keeps. Raises UserError if there is none within the timeout."""
-    deadline = time.monotonic() + timeout_seconds
+    began = time.monotonic()
+    deadline, reminder = began + timeout_seconds, began + REMINDER_SECONDS
     problem = "cannot be connected to"
     board = None
     # torch prints pages for each failed attempt, so it is asked only once something listens.
-    while not (listens := _something_listens(address, port)) and time.monotonic() < deadline:
+    while (reason := _why_unreachable(address, port)) and time.monotonic() < deadline:
+        if time.monotonic() >= reminder:
+            reminder += REMINDER_SECONDS
+            remind(
+                f"waiting for the first machine at MASTER_ADDR = {address}, MASTER_PORT = {port} for "
+                f"{time.monotonic() - began:.0f} s ({reason}; until distributed.init_timeout = {timeout_seconds:g} s)"
+            )
         time.sleep(0.05)
-    if listens:
+    if not reason:
         problem = "what listens there is not the board of a shoal run"
         deadline = min(deadline, time.monotonic() + _ANSWER_SECONDS)
         board = _connect_store(address, port, deadline)
@@ -133,11 +192,13 @@ def _find_board(address: str, port: int, timeout_seconds: float, opened_by_shoal
     )
 
 
-def _something_listens(address: str, port: int) -> bool:
-    """Returns whether a connection to an address can be opened."""
-    with suppress(OSError), socket.create_connection((address, port), timeout=1):
-        return True
-    return False
+def _why_unreachable(address: str, port: int) -> str:
+    """Returns why a connection to an address cannot be opened; an empty text if it can."""
+    try:
+        with socket.create_connection((address, port), timeout=1):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _connect_store(address: str, port: int, deadline: float) -> Any:

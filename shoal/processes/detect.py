@@ -1,57 +1,42 @@
-"""Detects which process of a run this one is. No other file of shoal reads the variables that launchers set."""
+"""Detects which process of a run this one is, once; the World that it returns is handed to all code that needs it."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from shoal.errors import UserError
+from shoal.processes.environments import ENVIRONMENTS, LaunchKeys, Plain, ShoalLauncher, read_number
 from shoal.processes.world import LOOPBACK, World
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-
-def detect(environment: Mapping[str, str] = os.environ) -> World:
+def detect(environment: Mapping[str, str] = os.environ, launch: LaunchKeys | None = None) -> World:
     """Returns the world of the default process group if there is one, else the world that the environment describes.
 
-    The environment variables are those of torchrun; without any of them the world is one process. Raises UserError if
-    only some of them are set.
+    `launch` is the section of the config: then the world may be that of a process which has to start others
+    (`World.starts`). Raises UserError if variables are missing, or contradict each other or the config.
     """
-    world = World(
-        job=_job(environment),
-        run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
-        attempt=detect_attempt(environment),
-    )
-    if dist.is_initialized():
-        return _world_of_group(world, environment)
-    if not {"RANK", "LOCAL_RANK"} & {*environment} and environment.get("WORLD_SIZE", "1") == "1":
-        return world
-    if missing := [name for name in _RANK_VARIABLES if name not in environment]:
-        present = ", ".join(f"{name}={environment[name]}" for name in _RANK_VARIABLES if name in environment)
-        raise UserError(
-            f"{present}: the environment has no {', '.join(missing)}; "
-            "start the processes by `torchrun` or launch.procs_per_node, or unset all of these variables"
-        )
-    rank, size = _read_number(environment, "RANK"), _read_number(environment, "WORLD_SIZE")
-    if rank >= size:
-        raise UserError(f"RANK={rank}: it must be below WORLD_SIZE={size}; ranks count from 0")
-    return replace(
-        world,
-        rank=rank,
-        size=size,
-        local_rank=_read_number(environment, "LOCAL_RANK"),
-        local_size=_read_number(environment, "LOCAL_WORLD_SIZE", size),
-        address=environment["MASTER_ADDR"],
-        port=_read_number(environment, "MASTER_PORT"),
-        launcher_keeps_board=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        launcher_pid=_read_number(environment, "SHOAL_LAUNCHER") or None,
-    )
+    known: dict[str, Any] = {
+        "job": _job(environment),
+        "attempt": detect_attempt(environment),
+        "notes": _notes(environment),
+    }
+    if _group_exists():
+        return _world_of_group(replace(World(), **known), environment)
+    candidates = ENVIRONMENTS if launch is None or launch.detect == "auto" else (ShoalLauncher(), Plain())
+    found = next(one for one in candidates if one.matches(environment, launch))
+    world = found.world(environment, launch)
+    if isinstance(found, ShoalLauncher):
+        known["notes"] = ()  # the launcher has shown them
+    if isinstance(found, Plain):
+        known["notes"] = (*_notes(environment), *_notes_outside_tasks(environment))
+    else:
+        known["run_id"] = environment.get("TORCHELASTIC_RUN_ID", world.run_id)
+    return replace(world, **known, environment=found.name)
 
 
 def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -60,33 +45,8 @@ def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, in
     shoal's launcher writes the number of the attempt into torchrun's run id.
     """
     launched = re.fullmatch(r"attempt (\d+)", environment.get("TORCHELASTIC_RUN_ID", ""))
-    slurm, torchrun = (_read_number(environment, f"{name}_RESTART_COUNT") for name in ("SLURM", "TORCHELASTIC"))
+    slurm, torchrun = (read_number(environment, f"{name}_RESTART_COUNT") for name in ("SLURM", "TORCHELASTIC"))
     return slurm, int(launched[1]) if launched else 0, torchrun
-
-
-def detect_launchers(nodes: int, procs_per_node: int, environment: Mapping[str, str] = os.environ) -> World:
-    """Returns the world of the launchers, one process on each of `nodes` machines.
-
-    Raises UserError if the variables that say which machine this is are missing or wrong.
-    """
-    if nodes == 1:
-        detect(environment)  # raises UserError if another launcher set only some of its variables
-        return World(address="127.0.0.1")  # port 0: any free port
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in environment]:
-        raise UserError(
-            f"launch.nodes = {nodes}: the environment has no {', '.join(missing)}; "
-            "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every machine"
-        )
-    node, port = _read_number(environment, "NODE_RANK"), _read_number(environment, "MASTER_PORT")
-    if node >= nodes:
-        raise UserError(f"NODE_RANK={node}: it must be below launch.nodes = {nodes}; machines count from 0")
-    processes = nodes * procs_per_node
-    if (size := _read_number(environment, "WORLD_SIZE", processes)) != processes:
-        raise UserError(
-            f"WORLD_SIZE={size}: launch.nodes {nodes} × launch.procs_per_node {procs_per_node} = {processes}; "
-            "unset WORLD_SIZE or make them agree"
-        )
-    return World(node, nodes, address=environment["MASTER_ADDR"], port=port)
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
@@ -99,23 +59,34 @@ def rank_from_launcher(environment: Mapping[str, str] = os.environ) -> str | Non
     return environment.get("RANK")
 
 
+def _group_exists() -> bool:
+    """Returns whether there is a default process group. Whoever has made one has imported torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
 def _world_of_group(world: World, environment: Mapping[str, str]) -> World:
     """Returns the world with rank and size of the default process group, which somebody else has made.
 
     They need not have set any variables, for example under torch.multiprocessing.spawn. Without LOCAL_WORLD_SIZE, all
     ranks are assumed to be on one machine, unless MASTER_ADDR names another: then each machine has one rank per device.
     """
+    import torch
+    import torch.distributed as dist
+
     rank, size = dist.get_rank(), dist.get_world_size()
     address = environment.get("MASTER_ADDR", "127.0.0.1")
     default_local_size = size if address in LOOPBACK else torch.accelerator.device_count() or size
-    local_size = _read_number(environment, "LOCAL_WORLD_SIZE", default_local_size)
+    local_size = read_number(environment, "LOCAL_WORLD_SIZE", default_local_size)
     return replace(
         world,
         rank=rank,
         size=size,
-        local_rank=_read_number(environment, "LOCAL_RANK", rank % local_size),
+        local_rank=read_number(environment, "LOCAL_RANK", rank % local_size),
         local_size=local_size,
         address=address,
+        run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
+        environment="Ray Train" if "ray.train" in sys.modules else "a process group",
         group="imagined" if dist.get_backend() == "fake" else "made",
     )
 
@@ -135,8 +106,20 @@ def _job(environment: Mapping[str, str]) -> str:
     return f"torchrun {run_id}" if run_id else ""
 
 
-def _read_number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdigit():
-        raise UserError(f"{name}={text!r}: the environment variable must be a number; correct or unset it")
-    return int(text)
+def _notes(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns warnings about variables that do not do what people expect."""
+    if "NCCL_TIMEOUT" not in environment:
+        return ()
+    value = environment["NCCL_TIMEOUT"]
+    return (f"NCCL_TIMEOUT={value} has no effect: PyTorch does not read it; set distributed.timeout",)
+
+
+def _notes_outside_tasks(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns a warning for a process in the shell of a SLURM job that has several tasks: srun did not start it."""
+    nodes, tasks = (environment.get(f"SLURM_{name}", "1") for name in ("JOB_NUM_NODES", "NTASKS"))
+    if "SLURM_JOB_ID" not in environment or (nodes == "1" and tasks == "1"):
+        return ()
+    return (
+        f"SLURM job {environment['SLURM_JOB_ID']} has {nodes} machines and {tasks} tasks, and this process is none of "
+        "its tasks, so it uses this machine alone; start it by srun",
+    )

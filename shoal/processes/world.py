@@ -35,6 +35,17 @@ class World:
     """How often the run was restarted by SLURM, by shoal's launcher and by torchrun."""
     launcher_pid: int | None = None
     """The process id of shoal's launcher, or None if another launcher started this process."""
+    environment: str = "no launcher"
+    """What started this process, as `shoal.processes.environments` names it."""
+    starts: int = 0
+    """The number of processes that this process has to start on its machine; 0 if it is a rank itself.
+
+    If it is not 0, `rank` and `size` count machines.
+    """
+    hosts: tuple[str, ...] = ()
+    """The names of all machines in their order, if a scheduler has told them."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the environment, as warnings."""
     group: Literal["to make", "made", "imagined"] = "to make"
     """The state of the default process group.
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.checkpoint import CheckpointManager, step_folders
 from shoal.checkpoint.init_from import open_weights
+from shoal.checkpoint.latest import find_resumable
 from shoal.checkpoint.run_lock import RunLock
 from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.config.layout import check_layout
 from shoal.errors import UserError, as_user_error
 from shoal.processes.world import World
-from shoal.strategies import DistributedStrategy
-from shoal.training.resume import find_checkpoints
+
+if TYPE_CHECKING:
+    from shoal.strategies import DistributedStrategy
+
+
+def check_before_launch(run: Run, world: World) -> None:
+    """Refuses what the processes that a launcher would start could not use, with any number of machines it may have."""
+    launch = run.config.launch
+    for nodes in range(launch.min_nodes if launch.is_elastic else world.size, world.size + 1):
+        check_start(run, nodes * max(1, world.starts), max(1, world.starts), world.was_restarted)
 
 
 def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> None:
@@ -30,16 +40,34 @@ def check_start(run: Run, size: int, local_size: int, was_restarted: bool) -> No
         open_weights(config.checkpoint.init_from)
 
 
+def find_checkpoints(
+    resume: str, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
+) -> list[Path]:
+    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start.
+
+    `resume` is the value of checkpoint.resume.
+    """
+    try:
+        return find_resumable(resume, manager, warn, was_restarted)
+    except PermissionError as error:
+        raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
+
+
 def check_world(run: Run, world: World) -> None:
     """Refuses processes that were started in another number than the config says."""
     launch = run.config.launch
+    if world.starts > 1 or (world.starts and world.size > 1):
+        raise UserError(
+            f"launch.procs_per_node = {world.starts}, but 1 processes were started on this machine; use the command "
+            "`shoal train` or torchrun"
+        )
     if "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
         raise UserError(
             f"launch.procs_per_node = {launch.procs_per_node}, but {world.local_size} processes were started on this "
             f"machine; remove the key or set it to {world.local_size}"
         )
     nodes = world.size // world.local_size
-    if "launch.nodes" in run.sources and launch.nodes != nodes:
+    if "launch.nodes" in run.sources and not launch.min_nodes <= nodes <= launch.max_nodes:
         raise UserError(f"launch.nodes = {launch.nodes}, but there are {nodes}; remove the key or set it to {nodes}")
 
 

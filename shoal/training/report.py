@@ -18,6 +18,7 @@ from shoal.config.imports import takes
 from shoal.config.run import DEFAULT, source_of
 from shoal.errors import UserError, printable
 from shoal.parallel.batch_norm import mixing_modules
+from shoal.processes.world import World
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
@@ -137,6 +138,10 @@ class Report:
         if engaged.exchange is not None:
             key = "local_sgd.sync_every" if config.distributed.local_sgd else "compression.method"
             yield "exchange", engaged.exchange.describe(), (f"distributed.{key}",)
+        yield "started by", describe_world(strategy.world), ("launch.detect", "launch.procs_per_node", "launch.nodes")
+        if variables := config.launch.env:
+            shown = ", ".join(f"{name}={value}" for name, value in variables.items())
+            yield "environment", shown, tuple(key for key in sources if key.startswith("launch.env"))
         trained, frozen = session.parameter_counts
         sizes = f"{trained:,} parameters" + (f", {frozen:,} frozen" if frozen else "")
         kind = type(session.model).__name__.removeprefix("FSDP")  # fully_shard gives the model a class of its own
@@ -241,6 +246,9 @@ class Report:
         if saving.init_from and shell.first_step:
             why = "the run goes on with its own weights"
             yield "not in force", f"checkpoint.init_from: {why}", ("checkpoint.init_from",)
+        place = ("launch.master_addr", "launch.master_port", "launch.node_rank")
+        if (keys := tuple(key for key in place if key in sources)) and strategy.world.size == strategy.world.local_size:
+            yield "not in force", f"{', '.join(keys)}: the run is on one machine", keys
         for name, why in shell.hooks.idle().items():
             yield "not in force", f"callbacks: {name}: {why}", ("callbacks",)
         for key, why in engaged.not_in_force.items():
@@ -319,6 +327,14 @@ class Report:
             origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
         held = "this process held the whole model once" if weights.kind == "built" else ""
         return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
+
+
+def describe_world(world: World) -> str:
+    """Returns what started the processes, and how many there are."""
+    if world.size == 1:
+        return world.environment
+    machines = world.size // world.local_size
+    return f"{world.environment}, {world.size} processes on {machines} machine{'s' * (machines != 1)}"
 
 
 def _distinct(groups: list[dict[str, Any]], key: str) -> str:

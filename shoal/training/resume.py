@@ -17,7 +17,7 @@ from shoal.checkpoint.folders import step_folders
 from shoal.checkpoint.frozen_base import FrozenBase
 from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.inspect import as_dict
-from shoal.checkpoint.latest import check_same_model, check_same_run, find_resumable, is_allowed
+from shoal.checkpoint.latest import check_same_model, check_same_run, is_allowed
 from shoal.checkpoint.regions import Held
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
@@ -28,6 +28,7 @@ from shoal.strategies import DistributedStrategy
 from shoal.training.hooks import HookState
 from shoal.training.metric_sums import SinceLog
 from shoal.training.optimizers import build_optimizer, is_by_recipe, kept_slots
+from shoal.training.preflight import find_checkpoints
 from shoal.training.recipe_source import describe_change, recipe_source
 from shoal.training.schedules import SCHEDULING
 from shoal.training.session import Session
@@ -160,19 +161,6 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState,
     if checkpoint.base:
         state.model.update(base.check(checkpoint, session.state().model))
     session.load_state(state)
-
-
-def find_checkpoints(
-    resume: str, manager: CheckpointManager, warn: Callable[[str], None], was_restarted: bool
-) -> list[Path]:
-    """Returns the checkpoints that a run may go on from, the best first; none means a fresh start.
-
-    `resume` is the value of checkpoint.resume.
-    """
-    try:
-        return find_resumable(resume, manager, warn, was_restarted)
-    except PermissionError as error:
-        raise UserError(f"checkpoint.resume = {resume}: {error.filename} cannot be read: {error.strerror}") from None
 
 
 def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[[str], None]) -> None:

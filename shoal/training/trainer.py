@@ -77,9 +77,9 @@ OpenShell = Callable[[ExitStack, int | None], Shell]
 @contextmanager
 def open_run(run: Run, world: World | None = None, terminal: int = 2) -> Iterator[OpenShell]:
     """Opens the folder and the processes of a run, and closes them at the end of the context."""
-    world, distributed = world or detect(), run.config.distributed
-    strategy = from_config(run.config, world, group_timeout_seconds(distributed.timeout, distributed.init_timeout))
+    world, distributed = world or detect(launch=run.config.launch), run.config.distributed
     check_world(run, world)
+    strategy = from_config(run.config, world, group_timeout_seconds(distributed.timeout, distributed.init_timeout))
     check_start(run, world.size, world.local_size, world.was_restarted)
     with StopFlag() as stop, ExitStack() as folder:
         with stop.at_once():
@@ -112,6 +112,8 @@ def open_shell(
     config = run.config
     warn = Warnings(Path(config.output_dir) / "logs" / "rank_0.log" if strategy.is_main_process else None)
     resources.callback(warn.close)
+    for note in strategy.world.notes:
+        warn(note)
 
     def opening(what: str, step: int = 0) -> None:
         """Ends the run if any rank got a signal: there is nothing to save yet. Then tells the watchdog the phase."""

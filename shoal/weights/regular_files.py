@@ -11,6 +11,8 @@ MAX_JSON_BYTES = 1 << 31
 MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
 
+_NONBLOCK, _NOFOLLOW = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW"))  # Windows has neither
+
 
 def check_regular(path: Path, follow_links: bool = False) -> os.stat_result:
     """Returns the status of a file; raises ValueError if it is a link, a folder, a pipe, a socket or a device."""
@@ -26,7 +28,7 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES, follow_links: bool
     Raises ValueError for everything else. Opening a pipe does not wait for a writer.
     """
     check_regular(path, follow_links)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
+    descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | (0 if follow_links else _NOFOLLOW))
     with open(descriptor, "rb") as file:  # noqa: PTH123  it was opened with flags that Path has no name for
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced a moment ago
             raise ValueError(f"{path.name} is not a regular file")

@@ -118,6 +118,7 @@ from shoal.processes.board import open_board
 from shoal.processes.world import World
 
 board = open_board("127.0.0.1", 0, loopback_only=True)
+board.set(", start 0, roll 1/rank 1", "")  # or rank 0 would wait for it
 world = World(0, 2, 0, 2, address="127.0.0.1", port=board.port, launcher_keeps_board=True)
 with as_worker(load_run("run.yaml", []), world):
     raise (UserError if sys.argv[1] == "user" else ValueError)({EVIL!r})

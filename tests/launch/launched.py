@@ -23,7 +23,8 @@ SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 class Launched:
     """A command that runs in the folder of a toy run: `Launched(toy, *command)`.
 
-    `Launched(toy, "key=value", …)` is short for the command `shoal train run.yaml key=value …`.
+    A command begins with an absolute path. `Launched(toy, "key=value", …)` is short for the command
+    `shoal train run.yaml key=value …`.
     """
 
     def __init__(self, toy: ToyRun, *command: str, **environment: str):
@@ -33,7 +34,7 @@ class Launched:
         }
         name, value = self.marker.split("=")
         self.process = subprocess.Popen(
-            command if command[0] == sys.executable else (*SHOAL, *command),
+            command if Path(command[0]).is_absolute() else (*SHOAL, *command),
             cwd=toy.folder,
             env={**environment_without_rank, name: value, **environment},
             stdout=subprocess.PIPE,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +13,15 @@ from conftest import ToyRun
 from launched import Launched, free_port, torchrun
 from pool import Pool, WorkerFailure
 from safetensors.torch import load_file
-from torch.distributed.launcher.api import LaunchConfig
 
 from shoal.cli.main import train
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.launch import launcher
-from shoal.launch.launcher import start
-from shoal.launch.worker import FINAL_EXIT_CODE
+from shoal.launch.ends import FINAL_EXIT_CODE
+from shoal.launch.launcher import worker_variables
 from shoal.processes.board import open_board
+from shoal.processes.detect import detect
 from shoal.processes.world import World
 from shoal.training import train as train_run
 from shoal.training.preflight import check_world
@@ -96,37 +94,16 @@ def test_two_launchers_with_node_ranks_train_one_run(toy: ToyRun) -> None:
 NODES = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "0"}
 
 
-@pytest.mark.parametrize(("nodes", "node_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_the_configuration_of_the_elastic_launcher(
-    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, nodes: int, node_rank: int
-) -> None:
-    """All machines meet at the board that the first of them keeps."""
-    asked: list[LaunchConfig] = []
-
-    def elastic_launch(config: LaunchConfig, program: str) -> Callable[..., None]:
-        asked.append(config)
-        return lambda *arguments: None
-
-    port = free_port()
-    set_by_launcher = {"SHOAL_LAUNCHER": "", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}  # and put back after the test
-    for name, value in (NODES | {"MASTER_PORT": f"{port}", "NODE_RANK": f"{node_rank}"} | set_by_launcher).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shoal.launch.launcher.elastic_launch", elastic_launch)
-    board = open_board("127.0.0.1", port, loopback_only=False) if node_rank else None
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        assert start(load_run(toy.config, [f"launch.nodes={nodes}", TWO]), ["train", "run.yaml"]) == 0
-    finally:
-        logging.disable(logging.NOTSET)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        del board
-    (config,) = asked
-    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (nodes, nodes, 2)
-    assert config.rdzv_configs["rank"] == node_rank
-    address, _, chosen_port = config.rdzv_endpoint.partition(":")
-    assert address == "127.0.0.1"
-    assert nodes == 1 or chosen_port == str(port)
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_variables_of_the_processes_describe_their_world(place: int) -> None:
+    """All machines meet at the board that the launcher of the first of them keeps."""
+    by_rank = worker_variables(2, place, 2, "head", 29500, attempt=1)
+    assert [*by_rank] == [2 * place, 2 * place + 1]
+    for local_rank, (rank, variables) in enumerate(by_rank.items()):
+        world = detect({**variables, "SHOAL_LAUNCHER": "11"})
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 4, local_rank, 2)
+        assert (world.address, world.port, world.launcher_keeps_board, world.launcher_pid) == ("head", 29500, True, 11)
+        assert (world.attempt, world.node, world.environment) == ((0, 1, 0), place, "shoal's launcher")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +129,12 @@ def test_refused_before_a_process_starts(
     environment: dict[str, str],
     words: list[str],
 ) -> None:
-    monkeypatch.setattr("shoal.launch.launcher.elastic_launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("shoal.launch.launcher.Workers", lambda *_: pytest.fail("processes were started"))
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         for key, value in environment.items():
             monkeypatch.setenv(key, value.replace("TAKEN", str(occupied.getsockname()[1])))
         with pytest.raises(UserError) as caught:
-            start(load_run(toy.config, overrides), [])
+            train(toy.config, overrides)
     for word in words:
         assert word in str(caught.value)
 
@@ -177,7 +154,7 @@ def test_a_second_machine_with_a_wrong_address_ends_with_one_line(toy: ToyRun) -
 @pytest.mark.parametrize(
     ("exit_codes", "final", "expected"),
     [
-        ({0: 2, 1: 143}, "2", 2),  # torch has stopped rank 1 because rank 0 had failed
+        ({0: 2, 1: 143}, "2", 2),  # the launcher has stopped rank 1 because rank 0 had failed
         ({0: 2, 1: -15}, "2", 2),
         ({0: 143, 1: 143}, None, 143),  # somebody has stopped the run
         ({0: -15, 1: -15}, None, 143),
@@ -188,13 +165,17 @@ def test_an_error_that_would_come_again_decides_the_exit_code(
 ) -> None:
     board = open_board("127.0.0.1", 0, loopback_only=True)
 
-    def fail(*_: object) -> dict[int, int]:
+    run = load_run(toy.config, [TWO])
+    one = launcher._Launcher(run, World(starts=2), board, [], launcher._Signals(), grace_seconds=1)
+
+    def fail(attempt: int, members: list[int]) -> None:
         if final is not None:
             board.set(FINAL_EXIT_CODE, final)
-        return exit_codes
+        codes = {str(rank): code for rank, code in exit_codes.items()}
+        one.peers.post(phase="ended", attempt=attempt, exit_codes=codes)
 
-    monkeypatch.setattr(launcher, "_run_attempt", fail)
-    assert launcher._run_until_it_ends(load_run(toy.config, [TWO]), 0, board, []) == expected
+    monkeypatch.setattr(one, "_run_workers", fail)
+    assert one.lead() == expected
 
 
 JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zero.json"]
@@ -215,7 +196,7 @@ JSON = ["distributed.strategy=deepspeed", "distributed.deepspeed.config_file=zer
 def test_refused_before_a_run_folder_is_made(
     toy: ToyRun, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: list[str]
 ) -> None:
-    monkeypatch.setattr("shoal.launch.launcher.elastic_launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("shoal.launch.launcher.Workers", lambda *_: pytest.fail("processes were started"))
     monkeypatch.chdir(toy.folder)
     (toy.folder / "empty").mkdir()
     for text in [override.removeprefix("json=") for override in overrides if override.startswith("json=")]:
@@ -232,7 +213,7 @@ def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None
     wrong = "checkpoint.init_from=nowhere"
     with Launched(toy, *torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml", wrong) as run:
         run.wait()
-    assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': there is no such file or folder") == 1
+    assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': no such file or folder") == 1
     assert not toy.output.exists()
 
 
@@ -263,7 +244,7 @@ def test_torchrun_with_another_number_of_processes_than_the_config(toy: ToyRun) 
         assert run.nothing_left()
     lines = [line for line in run.err.splitlines() if line.startswith("shoal: ")]
     assert len(lines) == 1, "it must not be printed again after torchrun's restart"
-    assert "launch.procs_per_node = 3, but this machine runs 2" in lines[0]
+    assert "launch.procs_per_node = 3, but 2 processes were started" in lines[0]
 
 
 @pytest.mark.parametrize(

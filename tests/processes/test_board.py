@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import connect_to_board, once_per_node, open_board
+from shoal.processes.board import _leads_back, connect_to_board, once_per_node, open_board
 from shoal.processes.detect import detect
 from shoal.processes.world import World
 
@@ -106,3 +106,30 @@ def test_a_board_that_is_opened_later_is_found() -> None:
     opener.join()
     boards[0].set("key", "value")
     assert found.get("key") == b"value"
+
+
+def test_whom_a_process_waits_for_is_said_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.processes.board.REMINDER_SECONDS", 0.1)
+    lines: list[str] = []
+    with listener("nothing") as port, pytest.raises(UserError):
+        connect_to_board(World(1, 2, address="127.0.0.1", port=port), 0.5, lines.append)
+    said = f"waiting for the first machine at MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port} for 0 s (Connection refused"
+    assert lines
+    assert all(line.startswith(said) for line in lines)
+
+
+def test_an_address_that_leads_back_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert _leads_back("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not _leads_back("127.0.0.1", port), "it leads to another program"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("192.0.2.1", "it leads to another machine"), ("no-such-host.invalid", "it cannot be resolved")],
+)
+def test_rank_0_refuses_an_address_that_is_not_its_own(address: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"MASTER_ADDR = {address}: {problem}"):
+        connect_to_board(World(0, 2, address=address, port=1))

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from conftest import ToyRun
 
 from shoal.config import load_run
+from shoal.config.schema import LaunchConfig
 from shoal.errors import UserError
-from shoal.processes.detect import detect, detect_launchers
+from shoal.processes.detect import detect
+from shoal.processes.slurm_lists import expand_hosts
 from shoal.processes.world import World
 from shoal.training import train
 
@@ -27,7 +29,7 @@ def test_without_variables_the_world_is_one_process() -> None:
 
 def test_torchruns_variables_give_a_rank() -> None:
     world = detect(RANKS)
-    assert world == World(1, 4, 1, 4, "127.0.0.1", 1)
+    assert world == World(1, 4, 1, 4, "127.0.0.1", 1, environment="RANK and LOCAL_RANK")
     assert (world.node, world.on_one_machine, world.was_restarted) == (0, True, False)
     world = detect(RANKS | {"RANK": "3", "LOCAL_WORLD_SIZE": "2"})
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node) == (3, 4, 1, 2, 1)
@@ -87,8 +89,29 @@ def test_training_in_a_process_group_without_variables(toy: ToyRun, pool2: Any) 
 
 def test_the_launchers_of_several_machines() -> None:
     machine = {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NODE_RANK": "1"}
-    assert detect_launchers(1, 2, machine) == World(address="127.0.0.1")
-    assert detect_launchers(2, 2, machine | {"WORLD_SIZE": "4"}) == World(1, 2, address="head", port=29500)
+    alone = detect(machine, LaunchConfig(procs_per_node=2))
+    assert (alone.size, alone.address, alone.starts) == (1, "127.0.0.1", 2)
+    for variables, launch in (
+        (machine | {"WORLD_SIZE": "4"}, LaunchConfig(nodes=2, procs_per_node=2)),
+        (machine | {"WORLD_SIZE": "4"}, LaunchConfig(procs_per_node=2)),  # WORLD_SIZE counts processes
+        ({}, LaunchConfig(nodes=2, procs_per_node=2, master_addr="head", master_port=29500, node_rank=1)),
+        (machine, LaunchConfig(nodes="1:2", procs_per_node=2)),
+    ):
+        world = detect(variables, launch)
+        assert (world.rank, world.size, world.starts) == (1, 2, 2)
+        assert (world.address, world.port, world.environment) == ("head", 29500, "MASTER_ADDR and NODE_RANK")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ("n1",)),
+        ("gpu[01-03,7],login", ("gpu01", "gpu02", "gpu03", "gpu7", "login")),
+        ("r[1-2]n[08-09]x", ("r1n08x", "r1n09x", "r2n08x", "r2n09x")),
+    ],
+)
+def test_lists_of_hosts_are_read_as_slurm_writes_them(text: str, hosts: tuple[str, ...]) -> None:
+    assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize(

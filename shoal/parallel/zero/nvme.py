@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sys
@@ -39,6 +38,8 @@ class SwapFolder:
 
 
 def _open_beside(place: Path) -> tuple[Path, IO[str]]:
+    import fcntl  # here and not above, because Windows has none
+
     with (place / f".{PREFIX}lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for other in place.glob(f"{PREFIX}*"):
@@ -57,6 +58,8 @@ def _open_beside(place: Path) -> tuple[Path, IO[str]]:
 
 def _is_alive(folder: Path) -> bool:
     """Returns whether the process that made a folder still runs: its lock ends with it, however it ends."""
+    import fcntl
+
     try:
         with (folder / "alive").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
