@@ -14,6 +14,7 @@ _MODULES = {
     "DeepSpeedStrategy": "shoal.strategies",
     "DistributedStrategy": "shoal.strategies",
     "FSDPStrategy": "shoal.strategies",
+    "GradientCompressor": "shoal.parallel.compression.gradient_compressor",
     "IGNORED_LABEL": "shoal.types",
     "Loop": "shoal.strategies",
     "MeshStrategy": "shoal.strategies",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint import DamagedCheckpoint as DamagedCheckpoint
     from shoal.distributed import launch_distributed as launch_distributed
     from shoal.errors import UserError as UserError
+    from shoal.parallel.compression.gradient_compressor import GradientCompressor as GradientCompressor
     from shoal.recipes import Recipe as Recipe
     from shoal.recipes import token_loss as token_loss
     from shoal.strategies import DDPStrategy as DDPStrategy

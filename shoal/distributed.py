@@ -24,12 +24,14 @@ from shoal.checkpoint import step_folder as checkpoint_path
 from shoal.config.schema_distributed import DDPConfig, FSDPConfig
 from shoal.errors import UserError, printable
 from shoal.launch.spawn import run_function
+from shoal.parallel.compression.gradient_compressor import GradientCompressor
 from shoal.processes.detect import detect
 from shoal.seeding import mix
 from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, Loop
 from shoal.torch_private import uncompiled
 
 __all__ = [
+    "GradientCompressor",
     "auto_resume",
     "checkpoint_path",
     "cleanup_distributed",

@@ -48,6 +48,7 @@ from shoal.checkpoint.pieces import DamagedCheckpoint as DamagedCheckpoint
 from shoal.checkpoint.pieces import StoredTensor, why_not_storable, write_safetensors
 from shoal.checkpoint.regions import Held, Region, WrongLayout, coverage_problem, local_region
 from shoal.errors import UserError, one_line
+from shoal.parallel.compression.rank_state import rank_of
 from shoal.tensors import local_part
 from shoal.types import TrainState
 from shoal.weights.regular_files import read_json_text
@@ -85,14 +86,17 @@ class Checkpoint:
         """Reads all tensors to the CPU, those of the frozen base among them. Raises FrozenBaseError if that fails."""
         return unflatten({name: tensor.read() for name, tensor in self.all_tensors.items()})
 
-    def checked_state(self, held: Mapping[str, Held], with_base: bool = False) -> TrainState:
+    def checked_state(self, held: Mapping[str, Held], with_base: bool = False, rank: int | None = None) -> TrainState:
         """Returns `stored_state()` after comparing with their digests all pieces that a rank with `held` will read.
 
         Damage is so found before any weight is overwritten. An optimizer's tensor is sharded as its parameter is. The
-        frozen base is left to the caller unless `with_base` is set; FrozenBaseError if it cannot be read then.
+        frozen base is left to the caller unless `with_base` is set; FrozenBaseError if it cannot be read then. What
+        belongs to one rank alone is left to the rank `rank`, if that is given.
         """
         for name, stored in self.tensors.items():
             section, _, rest = name.partition("/")
+            if section == "strategy" and rank is not None and rank_of(rest) not in (None, rank):
+                continue
             tensor = held.get(_tensor_in_model(section, rest))
             stored.check(tensor.region if tensor is not None and tensor.shape == stored.shape else None)
         state = self.stored_state()

@@ -7,7 +7,7 @@ it starts a process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -17,7 +17,14 @@ from shoal.config.deepspeed_keys import idle_keys
 from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.mesh import DIMENSIONS, check_cut, data_size, fill_mesh, micro_batches_needed, say_mesh
 from shoal.config.schema import ActivationCheckpointingConfig, Config, TrainingConfig
-from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
+from shoal.config.schema_distributed import (
+    CompressionConfig,
+    DDPConfig,
+    DeepSpeedConfig,
+    DistributedConfig,
+    FSDPConfig,
+    LocalSGDConfig,
+)
 from shoal.config.section import Section
 from shoal.errors import UserError
 
@@ -60,6 +67,10 @@ class Layout:
     """True if BatchNorm takes its statistics over all data-parallel ranks."""
     not_in_force: Mapping[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect in this layout, each with the reason."""
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    """How replicas compress gradients; the method is `none` if there is one replica."""
+    local_sgd: LocalSGDConfig | None = None
+    """How replicas exchange weights instead of gradients, if they do."""
 
     @property
     def world_size(self) -> int:
@@ -120,14 +131,26 @@ def layout_of(
         training.loss_chunks,
         training.sync_batch_norm,
         not_in_force,
+        distributed.compression,
+        distributed.local_sgd,
     )
-    for contradictory, message in (*_contradictions(layout), *_optimizer_contradictions(training, layout)):
+    for contradictory, message in (
+        *_contradictions(layout),
+        *_optimizer_contradictions(training, layout),
+        *_exchange_contradictions(layout),
+    ):
         if contradictory:
             raise UserError(message)
+    layout = _without_idle_exchange(layout, not_in_force)
     if training.body and layout.mesh["pp"] > 1:
         raise UserError(
             f"distributed.mesh.pp = {layout.mesh['pp']}: a pipeline runs all micro-batches of a step at once, and "
             f"training.body = {training.body!r} computes one after another; use another layout, or the recipe's loss"
+        )
+    if training.body and (key := _exchange_key(layout)):
+        raise UserError(
+            f"{key} is not for training.body = {training.body!r}, whose loop exchanges gradients in the backward; use "
+            "the recipe's loss, or shoal.GradientCompressor in a loop on plain torch"
         )
     if layout.is_sharded_family and layout.engine == "plain":
         idle = dict.fromkeys(_FULLY_SHARD_KEYS, f"nothing is sharded on {say_mesh(layout.mesh)}")
@@ -146,6 +169,13 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
     """
     layout = layout_of(config.training, config.distributed, size, local_size, config.experiment.deterministic)
     check_objectives(layout, recipe)
+    names = [entry.get("name") if isinstance(entry, dict) else entry for entry in config.callbacks]
+    averages = [name for name in names if name in ("ema", "swa")]
+    if layout.local_sgd is not None and averages:
+        raise UserError(
+            f"{_exchange_key(layout)}: the callback {averages[0]} would average the weights of every rank apart; leave "
+            "one of them out"
+        )
     if config.training.body and (objectives := recipe.objectives()):
         raise UserError(
             f"training.body = {config.training.body.removeprefix(NOT_IMPORTABLE)!r}: the recipe has several objectives "
@@ -187,6 +217,7 @@ def check_objectives(layout: Layout, recipe: Any) -> None:
         (layout.strategy in ("deepspeed", "mesh"), f"distributed.strategy = {layout.strategy}", "ddp or fsdp"),
         (layout.precision == "pure_bf16", "training.mixed_precision = pure_bf16", "bf16"),
         (layout.loss_chunks > 1, f"training.loss_chunks = {layout.loss_chunks}", "1"),
+        (layout.local_sgd is not None, _exchange_key(layout), "distributed.compression"),
     ):
         if is_set:
             raise UserError(
@@ -279,6 +310,75 @@ def _optimizer_contradictions(training: TrainingConfig, layout: Layout) -> Seque
             "sharding_strategy NO_SHARD",
         ),
     )
+
+
+def _exchange_contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
+    """Returns pairs (condition, message) about compression and local_sgd in layouts that cannot have them."""
+    strategy, mesh, local_sgd = layout.strategy, layout.mesh, layout.local_sgd
+    several, sharding = layout.world_size > 1, layout.fsdp.sharding_strategy
+    compression = f"distributed.compression = {layout.compression.method}"
+    local = f"distributed.local_sgd.sync_every = {local_sgd.sync_every if local_sgd else 0}"
+    is_deepspeed, compresses = strategy == "deepspeed", layout.compression.method != "none"
+    return (
+        (
+            compresses and is_deepspeed,
+            f"{compression}: DeepSpeed exchanges gradients itself, and shoal keeps its own option for that, "
+            "communication_data_type, at fp32; use distributed.strategy: ddp",
+        ),
+        (
+            compresses and layout.is_sharded_family and several and mesh["dp_replicate"] == 1,
+            f"{compression}: {strategy} {sharding if strategy == 'fsdp' else ''}".rstrip()
+            + " has no replicas here, and fully_shard exchanges shards; set distributed.fsdp.reduce_dtype: bf16, "
+            "use HYBRID_SHARD or distributed.mesh.dp_replicate, or distributed.strategy: ddp",
+        ),
+        (
+            compresses and mesh["pp"] > 1,
+            f"{compression}: a pipeline (distributed.mesh.pp = {mesh['pp']}) exchanges gradients itself; use a mesh "
+            "without pp, or leave it out",
+        ),
+        (
+            compresses and layout.is_sharded_family and layout.fsdp.cpu_offload,
+            f"{compression}: distributed.fsdp.cpu_offload = true keeps gradients in host memory; leave one of them out",
+        ),
+        (
+            compresses and local_sgd is not None,
+            f"{compression}: distributed.local_sgd exchanges weights, and no gradients; leave one of them out",
+        ),
+        (
+            local_sgd is not None and several and strategy != "ddp",
+            f"{local}: every rank trains a whole model alone, which {strategy} does not have; use "
+            "distributed.strategy: ddp",
+        ),
+        (
+            local_sgd is not None and several and layout.sync_batch_norm,
+            f"{local}: training.sync_batch_norm = true exchanges statistics in every step; leave one of them out",
+        ),
+        (
+            local_sgd is not None and several and layout.precision == "fp16",
+            f"{local}: every rank would have a loss scale of its own; use training.mixed_precision: bf16",
+        ),
+    )
+
+
+def _exchange_key(layout: Layout) -> str:
+    """Returns the key that changes how replicas exchange, with its value, or an empty text."""
+    if layout.local_sgd is not None:
+        return f"distributed.local_sgd.sync_every = {layout.local_sgd.sync_every}"
+    method = layout.compression.method
+    return f"distributed.compression = {method}" if method != "none" else ""
+
+
+def _without_idle_exchange(layout: Layout, not_in_force: dict[str, str]) -> Layout:
+    """Returns the layout without compression and local_sgd if there is one replica; notes the keys without effect."""
+    alone = "there is one replica, which exchanges nothing"
+    if layout.mesh["dp_replicate"] == 1:
+        if layout.compression.method != "none":
+            not_in_force["distributed.compression"] = alone
+        if layout.local_sgd is not None:
+            not_in_force["distributed.local_sgd"] = alone
+        return replace(layout, compression=CompressionConfig(), local_sgd=None)
+    not_in_force |= _changed("distributed.compression", layout.compression, layout.compression.idle_keys())
+    return layout
 
 
 def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shoal.config.section import NonNegative, Positive, Seconds, Section, refuse_if
+from shoal.config.section import NonNegative, Positive, Seconds, Section, refuse_if, short_for
 
 MeshSize = Annotated[
     int,
@@ -210,6 +211,80 @@ class PipelineConfig(Section):
     and a backward in two halves, so that ranks hardly wait."""
 
 
+class CompressionConfig(Section):
+    method: Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"] = "none"
+    """How gradients are compressed. `fp16`, `bf16`, `int8`: every element in fewer bits. `powersgd`: matrices as
+    products of two thin ones. `topk`: the largest elements. See [slow_networks.md](slow_networks.md)."""
+    rank: Annotated[
+        int,
+        Field(le=1 << 20),
+        refuse_if(lambda rank: isinstance(rank, int) and rank < 1, "a product of thin matrices has at least rank 1"),
+    ] = 2
+    """The rank of `powersgd`: the number of columns of the thin matrices."""
+    ratio: Annotated[
+        float,
+        refuse_if(
+            lambda ratio: isinstance(ratio, int | float) and (-inf < ratio <= 0 or 1 < ratio < inf),
+            "it is the fraction of elements that is sent; use a number above 0 and at most 1",
+        ),
+    ] = 0.01
+    """The fraction of elements that `topk` sends of each parameter."""
+    start_step: NonNegative | None = None
+    """The first step with compression; gradients change much at the beginning. Default: 100 for `powersgd` and `topk`,
+    else 0."""
+    warm_start: bool = True
+    """Let `powersgd` begin with the matrices of the last step. `false`: draw new ones in every step."""
+    min_compression: Annotated[float, Field(ge=0)] = 2.0
+    """Let `powersgd` and `topk` compress only parameters that become shorter by this factor."""
+    error_feedback: bool | None = None
+    """Add what was not sent to the gradient of the next step. Default: true for `int8`, `powersgd` and `topk`."""
+    seed: NonNegative = 0
+    """The seed of the first matrices of `powersgd`."""
+
+    @property
+    def first_step(self) -> int:
+        """The first step with compression, with its default."""
+        if self.start_step is not None:
+            return self.start_step
+        return 100 if self.method in ("powersgd", "topk") else 0
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if what was not sent is added to the next gradient."""
+        return self.method not in ("fp16", "bf16") if self.error_feedback is None else self.error_feedback
+
+    def contradictions(self) -> Sequence[tuple[bool, str]]:
+        keys = sorted(self.model_fields_set)
+        return (
+            (
+                bool(keys) and "method" not in keys,
+                f"compression has {', '.join(keys)} and no method; add one, such as method: topk",
+            ),
+        )
+
+    def idle_keys(self) -> dict[str, str]:
+        """Returns the keys that the method does not use, with the reason."""
+        users = {
+            "rank": ("powersgd",),
+            "warm_start": ("powersgd",),
+            "seed": ("powersgd",),
+            "ratio": ("topk",),
+            "min_compression": ("powersgd", "topk"),
+        }
+        others = {} if self.method != "none" else dict.fromkeys(("start_step", "error_feedback"), ())
+        why = f"the method is {self.method}"
+        return {key: why for key, methods in {**users, **others}.items() if self.method not in methods}
+
+
+class LocalSGDConfig(Section):
+    sync_every: Positive = 16
+    """Average the weights of all ranks after so many steps. In between every rank trains alone."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """How far the weights move towards the average: 1 is the average itself."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of these moves, as in DiLoCo. 0: none."""
+
+
 class DistributedConfig(Section):
     strategy: Annotated[
         Literal["auto", "single", "ddp", "ddp_spawn", "fsdp", "deepspeed", "mesh"],
@@ -235,6 +310,12 @@ class DistributedConfig(Section):
     offload: Literal["none", "optimizer", "all"] | None = None
     """`optimizer` is short for `deepspeed.offload_optimizer: cpu`; `all` also for `deepspeed.offload_parameters:
     cpu`."""
+    compression: Annotated[CompressionConfig, short_for("method")] = CompressionConfig()
+    """Send gradients in fewer bytes over a slow network: a method, or a section. For `ddp` and for the dimension
+    `dp_replicate` of the mesh. The training is no longer the same as on one device."""
+    local_sgd: LocalSGDConfig | None = None
+    """Exchange weights once in many steps instead of gradients in every step (DiLoCo). For `ddp`. The training is no
+    longer the same as on one device."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The backend of collectives. `auto`: NCCL on GPUs, gloo on CPUs. Ranks that share a GPU need `gloo`."""
     timeout: Seconds = 600.0

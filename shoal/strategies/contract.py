@@ -20,6 +20,8 @@ from shoal.checkpoint.regions import Held
 from shoal.config.layout import Layout
 from shoal.config.mesh import DIMENSIONS, coordinates, data_rank, data_size
 from shoal.errors import UserError
+from shoal.parallel.compression.exchange import CompressedExchange
+from shoal.parallel.compression.local_sgd import LocalSGD
 from shoal.parallel.pipeline.stages import count_stages, stages_of
 from shoal.parallel.tensor.sequence_parallel import check_length
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
@@ -61,6 +63,10 @@ class Engaged:
     compiled: CompiledModules | None = None
     float8_layers: int = 0
     chunked_head: ChunkedHead | None = None
+    exchange: CompressedExchange | LocalSGD | None = None
+    """What replicas exchange instead of gradients as they are, if they do."""
+    restarted: str = ""
+    """What of the last state that was loaded did not fit this rank and starts anew, in words."""
     not_in_force: dict[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect, each with the reason."""
 
@@ -118,6 +124,8 @@ class DistributedStrategy(ABC):
         self._held: dict[str, Held] = {}
         self._loss_scale: LossScale | None = None
         self._module_state: ModuleState
+        self._step = 0
+        """The step that is being computed, counted from 0."""
 
     # Beginning and end
 
@@ -229,8 +237,10 @@ class DistributedStrategy(ABC):
         self._start_step()
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
-        count = self.sum_over_data(self._sum(counts, micro_batches))
-        per_count = _per_count(count, self._loss_scale)
+        own_count = self._sum(counts, micro_batches)
+        count, self._step = self.sum_over_data(own_count), step
+        # Under local_sgd every rank trains alone, on its slice of the batch.
+        per_count = _per_count(own_count if self.layout.local_sgd else count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
@@ -289,6 +299,13 @@ class DistributedStrategy(ABC):
         """Yields a model that may be called in any way, such as to generate; None if no rank has all of its layers."""
         with autocast(self.layout.precision, self.device), self.device:
             yield model
+
+    def average(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Puts the average over replicas into the model, if they differ, as they do within a round of local_sgd.
+
+        Leaving the context gives this rank its own weights back; a call without `with` leaves the average.
+        """
+        return nullcontext()
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Makes buffers and extra state equal to those of the first data-parallel rank, as before every step."""

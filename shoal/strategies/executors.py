@@ -96,7 +96,7 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
-            engine.exchange()
+            engine.exchange(step)
         except RuntimeError as error:
             if (explained := engine.explain(error)) is None:
                 raise

@@ -356,6 +356,12 @@ class Loop:
                 f"distributed.mesh.pp = {layout.mesh['pp']}: a pipeline runs all micro-batches of a step at once, and "
                 "a loop of your own cannot; use a recipe"
             )
+        if layout.compression.method != "none" or layout.local_sgd is not None:
+            key = "local_sgd" if layout.local_sgd is not None else f"compression = {layout.compression.method}"
+            raise UserError(
+                f"{key} is for recipes: a loop of your own exchanges gradients in the backward; use a recipe, or "
+                "shoal.GradientCompressor with torch's DistributedDataParallel"
+            )
         if layout.loss_chunks > 1:
             raise UserError(
                 f"loss_chunks = {layout.loss_chunks}: a loop of your own computes its loss itself; use a recipe"

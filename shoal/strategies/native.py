@@ -28,8 +28,10 @@ from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.quantised.layers import check_gathered
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
 from shoal.strategies.engines.all_reduce import AllReduceEngine
+from shoal.strategies.engines.compressed import CompressedEngine
 from shoal.strategies.engines.ddp import DDPEngine
 from shoal.strategies.engines.fsdp import FSDPEngine
+from shoal.strategies.engines.local import LocalEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.module_state import check_storable
@@ -38,7 +40,7 @@ from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
 from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
-from shoal.types import ParallelPlan, TrainState, Weights
+from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 from shoal.weights.parameter_extras import (
     ParameterAttributes,
@@ -98,10 +100,9 @@ class NativeStrategy(DistributedStrategy):
         if self.data_size > 1:
             check_alike_on_ranks(model)
         kind = PlainEngine if reduction == "none" else ENGINES[layout.engine]
-        if kind is DDPEngine and reduction == "sum" and len(builders) > 1:
-            kind = AllReduceEngine
-            idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"})
-            why = "with several objectives gradients are summed after the backward"
+        if kind is DDPEngine and reduction == "sum":
+            kind, why = self._exchanging_engine(len(builders))
+            idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"}) if why else {}
             engaged.not_in_force |= {f"distributed.ddp.{key}": why for key in idle}
         fsdp = layout.fsdp
         wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
@@ -145,6 +146,9 @@ class NativeStrategy(DistributedStrategy):
                 self._pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry)
                 self._executor = Overlapped(self._pipeline, surroundings)
             self._loss_scale = LossScale(engine.parameter_device) if layout.precision == "fp16" else None
+            engaged.exchange = engine.compressed or engine.local_sgd
+            if engine.compressed is not None:
+                engine.compressed.loss_scale = self._current_loss_scale if self._loss_scale else None
             optimizers = [build(model) for build in builders]
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
         self._module_state = self._find_module_state(model)
@@ -152,6 +156,16 @@ class NativeStrategy(DistributedStrategy):
         engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
         return optimizers
+
+    def _exchanging_engine(self, num_optimizers: int) -> tuple[type[PlainEngine], str]:
+        """Returns the engine of `ddp`, and why options of DistributedDataParallel have no effect, if they have none."""
+        if self.layout.local_sgd is not None:
+            return LocalEngine, "local_sgd exchanges weights"
+        if self.layout.compression.method != "none":
+            return CompressedEngine, "compressed gradients are exchanged after the backward"
+        if num_optimizers > 1:
+            return AllReduceEngine, "with several objectives gradients are summed after the backward"
+        return DDPEngine, ""
 
     def _group(self, side: str) -> dist.ProcessGroup:
         assert self.mesh is not None
@@ -214,10 +228,15 @@ class NativeStrategy(DistributedStrategy):
         self._engine.check_frozen()
         self._engine.reshard()
         self.sync_buffers(model)
-        return collect_state(model, optimizer, self._own_state())
+        state = collect_state(model, optimizer, self._own_state())
+        return self._engine.local_sgd.as_stored(state) if self._engine.local_sgd else state
+
+    def _current_loss_scale(self) -> Tensor:
+        assert self._loss_scale is not None
+        return self._loss_scale.scale
 
     def _own_state(self) -> dict[str, Tensor]:
-        own, pipeline = super()._own_state(), self._pipeline
+        own, pipeline = {**super()._own_state(), **self._engine.rank_state()}, self._pipeline
         if pipeline is None:
             return own
         # All stages have the extra state of all, so that a save does not change its kinds on some ranks alone.
@@ -227,11 +246,27 @@ class NativeStrategy(DistributedStrategy):
 
     def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
         self._engine.reshard()
+        local_sgd, restarted = self._engine.local_sgd, ""
+        if local_sgd is not None:
+            state, restarted = local_sgd.own_state(state)
         restore_state(model, optimizer, self._scale_state(), state)
         self._module_state.set_extra_state(state.strategy)
+        if local_sgd is not None:
+            local_sgd.load_state(state.strategy, is_own=not restarted)
+        self.engaged.restarted = restarted or self._engine.load_rank_state(state.strategy)
+
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
+        info, local_sgd = super().step(optimizer, max_norm), self._engine.local_sgd
+        if local_sgd is None:
+            return info
+        local_sgd.after_step(self._step)
+        return local_sgd.agree(info)
+
+    def average(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._engine.local_sgd.average() if self._engine.local_sgd else nullcontext()
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
-        super().check_sync(tensors)
+        super().check_sync(self._engine.local_sgd.replicated() if self._engine.local_sgd else tensors)
         for update in self._updates.values():
             update.check_used()
 

@@ -57,14 +57,28 @@ def SingleStrategy(**options: Any) -> DistributedStrategy:
     return _from_options(SingleStrategy, "single", {}, options)
 
 
-def DDPStrategy(**options: Any) -> DistributedStrategy:
-    """Replicas by torch's DistributedDataParallel, whose options are the keys of `distributed.ddp`."""
-    return _from_options(DDPStrategy, "ddp", {"ddp": _take(options, DDPConfig)}, options, DDPConfig)
+def DDPStrategy(
+    *,
+    compression: str | Mapping[str, Any] = "none",
+    local_sgd: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> DistributedStrategy:
+    """Replicas by torch's DistributedDataParallel, whose options are the keys of `distributed.ddp`.
+
+    `compression` and `local_sgd` are those of `distributed`; a `Loop` takes neither.
+    """
+    sections = {"ddp": _take(options, DDPConfig), "compression": compression, "local_sgd": local_sgd}
+    return _from_options(DDPStrategy, "ddp", sections, options, DDPConfig)
 
 
-def FSDPStrategy(*, mesh: Mapping[str, int] | None = None, **options: Any) -> DistributedStrategy:
-    """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`."""
-    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh)}
+def FSDPStrategy(
+    *, mesh: Mapping[str, int] | None = None, compression: str | Mapping[str, Any] = "none", **options: Any
+) -> DistributedStrategy:
+    """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`.
+
+    `compression` is that of `distributed`, for replicas of shards.
+    """
+    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh), "compression": compression}
     return _from_options(FSDPStrategy, "fsdp", sections, options, FSDPConfig)
 
 

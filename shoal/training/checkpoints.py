@@ -85,6 +85,8 @@ class Checkpoints:
         stored = [one.nbytes for name, one in self.session.strategy.held().items() if name not in self.left_out]
         options, (trained, _) = self.session.optimizer.defaults, self.session.parameter_counts
         slots = 2 if "betas" in options else 1 if options.get("momentum") else 0
+        exchange = self.session.strategy.engaged.exchange
+        slots += exchange.num_stored_copies(slots) if exchange is not None else 0
         return sum(stored) + slots * 4 * trained + _PER_TENSOR_BYTES * (1 + slots) * len(stored)
 
     def is_late(self) -> bool:
@@ -171,7 +173,7 @@ class Checkpoints:
             try:
                 checkpoint = open_checkpoint(self.manager.path_of(step))
                 change = optimizer_change(checkpoint, self.run, self.session)
-                state = state_for(checkpoint, self.session.strategy.held(), change)
+                state = state_for(checkpoint, self.session.strategy.held(), change, self.session.strategy.rank)
             except DamagedCheckpoint as error:
                 damage = str(error)
             if not self.session.strategy.any_rank(bool(damage)):

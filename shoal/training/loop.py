@@ -383,6 +383,7 @@ class Shell:
                 f"step {self.step} could not be saved in {self.output_dir}; make room there and run it again"
             )
         best = self._find_best() if self.config.checkpoint.keep_best else None
+        self.strategy.average(self.session.model)
         self.watchdog.at("leaving", self.step)
         return Outcome(
             self.output_dir,

@@ -17,7 +17,16 @@ from shoal.training.meter import Meter
 from shoal.training.resume import Progress
 from shoal.training.session import Session
 
-FOR_FILES_ALONE = {"train/epoch", "train/data_seconds", "train/memory_gib", "train/skipped_steps"}
+FOR_FILES_ALONE = {
+    "train/epoch",
+    "train/data_seconds",
+    "train/memory_gib",
+    "train/skipped_steps",
+    "train/wire_bytes",
+    "train/wire_bytes_uncompressed",
+    "train/compression_seconds",
+    "train/exchange_seconds",
+}
 """Metrics that would only make the console's line longer."""
 VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
 """Endings of metrics that differ between any two runs."""

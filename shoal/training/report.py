@@ -95,6 +95,8 @@ class Report:
                 f"{head.cause}, but the model never called the plan's head in the first step; {head.advice}, or mend "
                 "the recipe's parallel_plan"
             )
+        if self.engaged.exchange is not None:
+            self.engaged.exchange.check()
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
             cause = "put `with run.autocast():` around the forward and the loss" if self.training.body else ""
@@ -140,6 +142,9 @@ class Report:
         gpu = f" ({torch.cuda.get_device_name(strategy.device)})" if strategy.device.type == "cuda" else ""
         where = f"{engaged.description} on {strategy.device}{gpu}"
         yield "strategy", where, ("distributed.strategy", "training.device")
+        if engaged.exchange is not None:
+            key = "local_sgd.sync_every" if config.distributed.local_sgd else "compression.method"
+            yield "exchange", engaged.exchange.describe(), (f"distributed.{key}",)
         yield "started by", describe_world(strategy.world), ("launch.detect", "launch.procs_per_node", "launch.nodes")
         if variables := config.launch.env:
             shown = ", ".join(f"{name}={value}" for name, value in variables.items())

@@ -99,7 +99,7 @@ def restore(
             change = optimizer_change(checkpoint, run, session)
             _check_allowed(change, checkpoint, run)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)
-            state = state_for(checkpoint, held, change)
+            state = state_for(checkpoint, held, change, strategy.rank)
         except DamagedCheckpoint as error:
             damage = str(error)
         if strategy.any_rank(bool(damage)):  # if one rank cannot read it, none does
@@ -113,6 +113,8 @@ def restore(
         if difference := describe_change(checkpoint.manifest.get("recipe_source"), recipe_source(run.recipe_type)):
             warn(f"going on from {folder}: {difference}")
         load_checkpoint(session, checkpoint, state, base)
+        if restarted := strategy.engaged.restarted:
+            warn(f"going on from {folder}: {restarted}")
         if resume not in ("auto", "never") and manager.owns(Path(resume)):
             manager.set_aside_later_steps(folder)
         manager.leave_damage_notes()
@@ -146,9 +148,11 @@ def restore(
     return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
 
 
-def state_for(checkpoint: Checkpoint, held: Mapping[str, Held], change: OptimizerChange | None) -> TrainState:
+def state_for(
+    checkpoint: Checkpoint, held: Mapping[str, Held], change: OptimizerChange | None, rank: int
+) -> TrainState:
     """Returns the state to load, after its digests were compared. State of another optimizer is left out."""
-    state = checkpoint.checked_state(held)
+    state = checkpoint.checked_state(held, rank=rank)
     return replace(state, optimizer={}) if change else state
 
 

@@ -296,14 +296,16 @@ class RecipeBody:
             report.loss = check_loss(self.strategy, self.model, micro, self.recipe, shell.warn)
 
     def log(self, in_files: bool) -> dict[str, float]:
-        return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"]}
+        exchange = self.strategy.engaged.exchange
+        sent = exchange.wire.numbers() if exchange is not None else {}
+        return {"train/learning_rate": self.session.optimizer.param_groups[0]["lr"], **sent}
 
     def explain_skips(self, micro_batches: Sequence[MicroBatch]) -> str:
         reasons = [first_bad_module(self.strategy, self.model, micro_batches[0], turn.objective) for turn in self.turns]
         return "; ".join(f"{t.name}: {why}" if t.name else why for t, why in zip(self.turns, reasons, strict=True))
 
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), self.strategy.average(self.model):
             metrics = self._evaluate(shell)
         due = shell.step % (shell.config.training.eval_steps or 1) == 0  # the end of the run is evaluated besides
         if metrics is not None and due and isinstance(self.schedule, PlateauSchedule):

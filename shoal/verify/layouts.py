@@ -227,7 +227,7 @@ def with_changes(
     """
     tree: Tree = run.tree()
     for key, value in distributed.items():
-        other_keys = {} if key == "mesh" else tree["distributed"][key]
+        other_keys = {} if key == "mesh" else tree["distributed"][key] or {}
         tree["distributed"][key] = {**other_keys, **value} if isinstance(value, dict) else value
     tree["training"] |= training
     tree["launch"] |= {"nodes": 1, "procs_per_node": 1}

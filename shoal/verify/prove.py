@@ -11,6 +11,16 @@ from shoal.config.mesh import data_size
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
+from shoal.verify.exchange import (
+    EXCHANGE,
+    local_sgd_checks,
+    lossless_checks,
+    lossless_exchange,
+    own_checks,
+    own_exchange,
+    says_exchange,
+    without_exchange,
+)
 from shoal.verify.expected_work import Case, expected_work
 from shoal.verify.layouts import (
     LAYOUTS,
@@ -28,7 +38,7 @@ Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
 """(run, number of processes, steps, what one device computed) → the trace of each rank."""
 
 
-Outcome = Literal["same", "other work", "not comparable", "different", "left out"]
+Outcome = Literal["same", "lossy", "other work", "not comparable", "different", "left out"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Verdict:
     """The reason why the layout refused this model, if it did."""
     frozen_statistics: list[str] = field(default_factory=list)
     """Batch norms whose statistics were frozen for the proof."""
+    lossy: str = ""
+    """The method by which ranks exchange something else than gradients as they are, if this row is about it."""
 
     @property
     def outcome(self) -> Outcome:
@@ -59,11 +71,13 @@ class Verdict:
             return "different"
         if "values" in failed:
             return "not comparable"
-        return "other work" if failed else "same"
+        if failed:
+            return "other work"
+        return "lossy" if self.lossy else "same"
 
     @property
     def passed(self) -> bool:
-        return self.outcome == "same"
+        return self.outcome in ("same", "lossy")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as plain data, for JSON."""
@@ -83,7 +97,8 @@ def exit_code(verdicts: Sequence[Verdict], asked_by_name: bool) -> int:
         return 1
     if "left out" in outcomes and asked_by_name:
         return 2
-    return 0 if "same" in outcomes and outcomes <= {"same", "left out"} else 3
+    proved = {"same", "lossy"}
+    return 0 if outcomes & proved and outcomes <= {*proved, "left out"} else 3
 
 
 def in_new_processes(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
@@ -107,8 +122,11 @@ def prove(
     """
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: both must be at least 2")
+    original, method = run, says_exchange(run)
+    if method:
+        run = without_exchange(run)  # all layouts but one row are proved with gradients as they are
     own, why_own_missing = _find_own(run, procs)
-    chosen = _choose(layouts, own, why_own_missing, run, procs)
+    chosen = _choose(layouts, own, why_own_missing, run, procs, method)
     if not layouts and why_own_missing:
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
     if left_out := [choice.name for choice in run.callbacks if choice.name.partition(".")[0] not in AVERAGES]:
@@ -145,7 +163,41 @@ def prove(
             )
         )
         on_verdict(verdicts[-1])
+    if method and own is not None and not why_own_missing and (not layouts or EXCHANGE in layouts):
+        verdicts.append(_prove_exchange(run, original, own, procs, steps, runner, reference))
+        on_verdict(verdicts[-1])
     return verdicts
+
+
+def _prove_exchange(
+    run: Run, original: Run, own: Candidate, procs: int, steps: int, runner: Runner, reference: Trace
+) -> Verdict:
+    """Returns the verdict about the compression or local_sgd of a config; `run` is the config without it."""
+    method, compression = says_exchange(original), original.config.distributed.compression
+    plain, shared, checks = candidate_run(run, own, procs), reference.shared(), list[Check]()
+    layout = layout_on(plain, procs)
+    try:
+        traces = runner(own_exchange(plain, original), layout.world_size, steps, shared)
+        if method == "local_sgd":
+            checks += local_sgd_checks(reference, traces)
+        else:
+            checks += own_checks(traces, compression)
+            if (lossless := lossless_exchange(plain, original)) is not None:
+                traces = runner(lossless, layout.world_size, steps, shared)
+            batches = derive_batches(plain.config.training, data_size(layout.mesh))[0]
+            expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
+            checks += lossless_checks(reference, traces, expected, method, layout.precision)
+    except UserError as refusal:
+        return Verdict(EXCHANGE, layout.world_size, [], [], [], None, str(refusal), lossy=method)
+    return Verdict(
+        EXCHANGE,
+        layout.world_size,
+        checks,
+        reference.mixing,
+        reference.draws,
+        frozen_statistics=reference.frozen_statistics,
+        lossy=method,
+    )
 
 
 def _find_own(run: Run, procs: int) -> tuple[Candidate | None, str | None]:
@@ -159,16 +211,29 @@ def _find_own(run: Run, procs: int) -> tuple[Candidate | None, str | None]:
 
 
 def _choose(
-    names: list[str] | None, own: Candidate | None, why_own_missing: str | None, run: Run, procs: int
+    names: list[str] | None,
+    own: Candidate | None,
+    why_own_missing: str | None,
+    run: Run,
+    procs: int,
+    exchange: str = "",
 ) -> list[Candidate]:
-    """Returns the candidates with these names, or all that can run; raises a UserError if a named one cannot."""
+    """Returns the candidates with these names, or all that can run; raises a UserError if a named one cannot.
+
+    The row about the exchange is no candidate; it may be named if the config has one.
+    """
     if not names:
         rows = {**LAYOUTS, **({own.name: own} if own else {})}
         return [row for row in rows.values() if not why_not(run, row, procs)]
     chosen = []
     for name in names:
+        if name == EXCHANGE:
+            if why_own_missing or not exchange:
+                missing = why_own_missing or "the config sets neither distributed.compression nor local_sgd"
+                raise UserError(f"--strategies {name}: {missing}")
+            continue
         if name not in (*LAYOUTS, OWN):
-            raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN))}")
+            raise UserError(f"--strategies {name}: unknown layout; use one of {', '.join((*LAYOUTS, OWN, EXCHANGE))}")
         row, reason = (own, why_own_missing) if name == OWN else (LAYOUTS[name], why_not(run, LAYOUTS[name], procs))
         if row is None or reason:
             raise UserError(f"--strategies {name}: {reason}")

@@ -21,6 +21,7 @@ from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.observe.flops import flop_counter
 from shoal.parallel.batch_norm import mixing_modules
+from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.processes.board import once_per_node
 from shoal.processes.desync import Desync, check_samples
 from shoal.quantised import quantised_layers
@@ -96,6 +97,10 @@ class Trace:
     """Of the matrix products in one step."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
+    exchange_errors: list[float] = field(default_factory=list)
+    """With compression or local_sgd: how far each exchange with SGD was from what it should be."""
+    wire_bytes: tuple[int, int, int] = (0, 0, 0)
+    """With compression: what this rank sent in the last exchange, what was promised, and what ddp sends."""
     reuses_seeds: bool = False
     """True if the model was called with one seed for several micro-batches, in one step or in several."""
     desync: str = ""
@@ -165,6 +170,11 @@ class _Tracer:
         trace.mixing = [*mixing_modules(self.model)]
         hooks = self._hooks(steps)
         hooks.call("on_start")
+        exchange = self.strategy.engaged.exchange
+        if exchange is not None:
+            from shoal.verify.exchange import Watch  # which compares traces
+
+            trace.exchange_errors = Watch(exchange).errors
         with closing(self._loader()) as loader:
             batches, measured, seen, expected = iter(loader), list[Mapping[str, Any]](), set[tuple[int, int]](), 0
             watch = WatchDraws(self.model, self.strategy.device) if shared is None else nullcontext()
@@ -196,6 +206,9 @@ class _Tracer:
                 measured.append(output.metrics)
                 hooks.run.step, hooks.run.output, hooks.run.info = step + 1, output, info
                 hooks.call("after_step")
+            if isinstance(exchange, CompressedExchange):
+                wire = exchange.wire
+                trace.wire_bytes = (wire.bytes_sent, wire.bytes_compressed, wire.bytes_uncompressed)
             trace.hook_tensors = whole(dict(hooks.state().tensors))  # type: ignore[arg-type]
             trace.reuses_seeds = len(seen) < expected
             self._note_metrics(measured)

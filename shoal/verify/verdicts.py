@@ -11,6 +11,7 @@ from shoal.verify.prove import Outcome, Verdict, why_not_comparable
 
 OUTCOMES: Mapping[Outcome, str] = {
     "same": "same training as on one device",
+    "lossy": "not the same training as on one device, as this exchange means it; its own checks hold",
     "other work": "same training as on one device, but more or other work than promised",
     "not comparable": "cannot be compared with one device",
     "different": "NOT the same training as on one device",
@@ -20,6 +21,7 @@ OUTCOMES: Mapping[Outcome, str] = {
 
 ANSWERS: Mapping[Outcome, tuple[str, str]] = {
     "same": ("yes", "yes"),
+    "lossy": ("lossy", "yes"),
     "other work": ("yes", "NO"),
     "not comparable": ("cannot", "-"),
     "different": ("NO", "-"),
@@ -83,6 +85,8 @@ def _remark(verdict: Verdict) -> str:
         most_telling = next((check for check in failed if check.name == "gradients"), failed[0])
         detail = f"{most_telling.name}: {most_telling.detail}; -v shows all checks"
         reason = f"{reason} ({detail})" if reason else detail
+    elif verdict.outcome == "lossy":
+        reason = f"{verdict.lossy}: not the same training as on one device; its own checks hold"
     return f"{reason}{_own(verdict)}".strip()
 
 

@@ -5,19 +5,15 @@ torch's DistributedDataParallel expects a gradient of every parameter; with seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.parallel.compression.wire import Wire, sum_in_buckets
 from shoal.processes.group import cpu_group
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import share_model
 from shoal.torch_private import is_fake
-
-_BUCKET_BYTES = 25 << 20
-"""What is sent in one message, at least; a larger gradient is a message of its own."""
 
 
 class AllReduceEngine(PlainEngine):
@@ -30,32 +26,19 @@ class AllReduceEngine(PlainEngine):
         if not is_fake(next(model.parameters())):
             share_model(model, self._group)
 
-    def exchange(self) -> None:
+    def exchange(self, step: int) -> None:
         """Sums the gradients of the parameters that require one, as far as any rank has used them."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        sum_in_buckets([*self._used_gradients().values()], Wire(self._group))
+
+    def _used_gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients by name; one that only other ranks have is zero."""
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.int32)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=cpu_group(self._group))
-        gradients = []
-        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        gradients = {}
+        for (name, parameter), is_used in zip(named, used.tolist(), strict=True):
             if is_used:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # other ranks used it
-                gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
-            joined = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(joined, group=self._group)
-            for gradient, total in zip(bucket, joined.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients of one dtype that are sent together."""
-    bucket, size = list[Tensor](), 0
-    for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
-        if bucket and (size >= _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket
+                gradients[name] = parameter.grad
+        return gradients

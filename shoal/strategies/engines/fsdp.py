@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shoal.config.layout import Layout
+from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.parallel.sharding.frozen import FrozenWatch
 from shoal.strategies.engines.plain import PlainEngine, Reduction
-from shoal.tensors import DTYPES, module_state_kept
+from shoal.tensors import DTYPES, local_part, module_state_kept
 
 
 class FSDPEngine(PlainEngine):
@@ -32,7 +33,13 @@ class FSDPEngine(PlainEngine):
     def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
         assert self.mesh is not None
         fsdp, self.units = self.layout.fsdp, units
+        compression = self.layout.compression
+        if compression.method != "none":
+            # fully_shard exchanges gradients between shards alone, and `exchange` between replicas.
+            group = self.mesh.get_group("dp_replicate")
+            self.compressed = CompressedExchange(compression, group, self.layout.mesh)
         replicated = self.mesh["dp_replicate"].size() > 1 or fsdp.sharding_strategy == "NO_SHARD"
+        replicated = replicated and self.compressed is None
         options: dict[str, Any] = {
             "mesh": self.mesh["dp_replicate", "dp_shard"] if replicated else self.mesh["dp_shard"],
             "offload_policy": CPUOffloadPolicy(pin_memory=True) if fsdp.cpu_offload else OffloadPolicy(),
@@ -91,6 +98,11 @@ class FSDPEngine(PlainEngine):
         root.set_requires_gradient_sync(last or self.layout.fsdp.reduce_every_micro_batch)
         root.set_requires_all_reduce(last)  # over replicas; shards of the sum can wait for it
         return nullcontext()
+
+    def exchange(self, step: int) -> None:
+        if self.compressed is not None:
+            used = [(n, p.grad) for n, p in self.module.named_parameters() if p.requires_grad and p.grad is not None]
+            self.compressed.sum_over_ranks({name: local_part(gradient) for name, gradient in used}, step)
 
     def check_frozen(self) -> None:
         if self._frozen is not None:

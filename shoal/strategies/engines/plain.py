@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.config.layout import Layout
 from shoal.errors import UserError
+from shoal.parallel.compression.exchange import CompressedExchange
+from shoal.parallel.compression.local_sgd import LocalSGD
 
 Reduction = Literal["sum", "mean", "none"]
 """How gradients are combined over data-parallel ranks. A strategy divides losses by the global count and needs the sum;
@@ -28,6 +30,10 @@ class PlainEngine:
     """Runs the backward of loss × scale; set by engines that cannot use plain `loss.backward(scale)`."""
     keeps_gradients = False
     """True if gradients live in buffers of the engine and are set to zero instead of being freed."""
+    compressed: CompressedExchange | None = None
+    """The exchange of gradients between replicas, if they are compressed."""
+    local_sgd: LocalSGD | None = None
+    """The averages of weights, if replicas exchange these instead of gradients."""
     is_warm = True
     """False until the engine has seen a first forward and backward; see `warm_up`."""
 
@@ -52,8 +58,16 @@ class PlainEngine:
     def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
         """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
 
-    def exchange(self) -> None:
+    def exchange(self, step: int) -> None:
         """Runs after the last backward of a step, for an engine that does not exchange gradients in the backward."""
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Returns what a checkpoint holds of this rank alone, such as residuals of compression."""
+        return self.compressed.state() if self.compressed else {}
+
+    def load_rank_state(self, stored: Mapping[str, Any]) -> str:
+        """Takes back what `rank_state` returned; returns why it starts anew, or an empty text."""
+        return self.compressed.load_state(stored) if self.compressed else ""
 
     def check_frozen(self) -> None:
         """Refuses a model that has changed frozen parameters in a step, if the engine would lose the change."""
