@@ -123,5 +123,5 @@ class RayConfig(Section):
     """The folder or bucket for what Ray itself keeps of the run. Default: `ray` in the run folder."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs of each process. Default: 1, or none with `training.device: cpu`."""
-    cpus_per_worker: Annotated[float, Field(gt=0)] = 1
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     """CPU cores of each process."""

@@ -266,7 +266,8 @@ class NativeStrategy(DistributedStrategy):
         return self._engine.local_sgd.average() if self._engine.local_sgd else nullcontext()
 
     def check_sync(self, tensors: Mapping[str, Tensor]) -> None:
-        super().check_sync(self._engine.local_sgd.replicated() if self._engine.local_sgd else tensors)
+        local_sgd = getattr(self._engine, "local_sgd", None)  # before `prepare` there is no engine
+        super().check_sync(local_sgd.replicated() if local_sgd else tensors)
         for update in self._updates.values():
             update.check_used()
 

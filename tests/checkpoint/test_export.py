@@ -340,7 +340,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "module.pt": (lambda path, ran: torch.save(nn.Linear(1, 1), path), "could be code"),
     "list.pt": (lambda path, ran: torch.save([torch.zeros(2)], path), "not a state dict"),
     "cut.pt": (lambda path, ran: path.write_bytes(b"PK\x03\x04" + bytes(50)), "cannot be read as a torch file"),
-    "empty": (lambda path, ran: path.mkdir(), "not a checkpoint and has neither"),
+    "empty": (lambda path, ran: path.mkdir(), "not a checkpoint and has no model.safetensors and no adapter"),
     "outside": (lambda path, ran: write_index(path, "../secret.safetensors"), "not in its folder"),
     "missing": (lambda path, ran: write_index(path, "gone.safetensors"), "not in its folder"),
     "index": (lambda path, ran: write_index(path, None), "damaged"),

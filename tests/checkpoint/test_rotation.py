@@ -334,7 +334,7 @@ def test_every_minutes_saves_by_time(toy: ToyRun, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Meter, "add", add)
     monkeypatch.setattr(time, "monotonic", lambda: 60.0 * minutes[0])
     toy.train("checkpoint.every=null", "checkpoint.every_minutes=2.5", "checkpoint.keep_last=99")
-    assert saved_steps(toy) == [4, 8, 10]  # due after three minutes, saved after the next step; and at the end
+    assert saved_steps(toy) == [3, 6, 9, 10]  # due after three minutes; and at the end
     shutil.rmtree(toy.output)
     toy.train("checkpoint.every=null", "checkpoint.every_minutes=11", "checkpoint.keep_last=99")
     assert saved_steps(toy) == [10]

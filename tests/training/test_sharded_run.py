@@ -112,7 +112,7 @@ def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
         ({"activation_checkpointing": {"mode": "full", "classes": ["Levle"]}}, "it has Level"),
         (
             {"activation_checkpointing": {"mode": "none", "every": 2}},
-            "mode = none: `every` and `classes` have no effect",
+            "mode = none: `every`, `classes` and `offload` have no effect",
         ),
         ({"mixed_precision": "fp8"}, "fp8 needs a GPU"),
         ({"mixed_precision": "pure_bf16"}, "use distributed.strategy: fsdp"),
