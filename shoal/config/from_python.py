@@ -13,8 +13,8 @@ from shoal.config.importable import NOT_IMPORTABLE, config_of, is_built_from_con
 from shoal.config.overrides import find_leaves, merge, read_with_bases
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, Run, check_run, name_after_file
 from shoal.config.schema import LoaderConfig
-from shoal.config.validation import named, validate
-from shoal.config.yaml import MAX_DEPTH, Sources, Tree, flatten
+from shoal.config.validation import validate
+from shoal.config.yaml import MAX_DEPTH, Sources, Tree, flatten, named
 from shoal.errors import UserError
 
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | None

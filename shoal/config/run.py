@@ -18,8 +18,8 @@ from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
-from shoal.config.validation import fields_of, named, refuse_unknown, validate
-from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section
+from shoal.config.validation import fields_of, refuse_unknown, validate
+from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section, named
 from shoal.errors import UserError
 
 RECIPES = {

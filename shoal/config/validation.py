@@ -11,8 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from shoal.config.yaml import Sources, Tree
-from shoal.errors import UserError, one_line, printable
+from shoal.config.yaml import Sources, Tree, named
+from shoal.errors import UserError, one_line
 
 
 def validate(model: Any, tree: Tree, sources: Sources) -> Any:
@@ -44,12 +44,6 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         message = message.removeprefix(prefix)
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"
     return f"{name}{shown}: {message[0].lower()}{one_line(message, 600)[1:]}"
-
-
-def named(dotted: str, sources: Sources) -> str:
-    """Returns a key with where it was set, for messages."""
-    shown = printable(dotted)[:300]
-    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
 
 
 def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:

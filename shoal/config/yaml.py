@@ -182,6 +182,12 @@ def _construct(loader: Any, node: yaml.Node, path: Path, prefix: str, sources: S
     return tree
 
 
+def named(dotted: str, sources: Sources) -> str:
+    """Returns a key with where it was set, for messages."""
+    shown = printable(dotted)[:300]
+    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
+
+
 def is_section(value: Any) -> bool:
     """True for a mapping with text keys. Other mappings, such as a schedule by epoch, are values."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
