@@ -36,6 +36,14 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """The result of a conversion: our value, and how what it does differs from what the foreign value did."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
 class Rule:
     """What happens with one key of another program."""
 
@@ -43,7 +51,7 @@ class Rule:
     """Our dotted key. Several, if the value sets them together: `convert` then returns a dict with some of them. None,
     if there is no counterpart. A rule for `foreign.*` has `ours.*`."""
     convert: Convert | None = None
-    """Makes our value, or returns `Idle` or `Refused`. None passes the value on as it is."""
+    """Makes our value, or returns `Noted`, `Idle` or `Refused`. None passes the value on as it is."""
     why: str = ""
     """Why a key without a counterpart has none and what to do instead, or a remark on one that has, for the docs."""
 
@@ -89,6 +97,10 @@ class Translated:
     """The foreign keys that are accepted and change nothing."""
     refused: tuple[Remark, ...] = ()
     """The foreign keys that have no counterpart, or whose value has none."""
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The foreign keys that set each of our values, by our dotted key."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """How what a value does differs from what the foreign one did, by our dotted key."""
 
 
 @dataclass
@@ -98,6 +110,8 @@ class _Setting:
     value: Any
     foreign: str
     foreign_value: Any
+    others: list[str] = field(default_factory=list)
+    """Other foreign keys that set the same value."""
 
 
 @dataclass
@@ -110,6 +124,7 @@ class _Translation:
     """For each section of ours in which something is set, one of the keys that are."""
     idle: list[Remark] = field(default_factory=list)
     refused: list[Remark] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def add(self, section: Mapping[str, Any], prefix: str = "") -> None:
         """Translates the keys of a section, and of those inside of it."""
@@ -129,15 +144,18 @@ class _Translation:
         result = value if rule.convert is None else rule.convert(value, section)
         if not rule.keys and not isinstance(result, Idle | Refused):
             result = Refused(rule.why)
+        note = rule.why
+        if isinstance(result, Noted):
+            result, note = result.value, result.why
         if isinstance(result, Idle):
             self.idle.append(self.remark(dotted, value, result.why))
         elif isinstance(result, Refused):
             self.refused.append(self.remark(dotted, value, result.why))
-        elif isinstance(rule.ours, str):
-            self.put(rule.ours, result, dotted, value)
         else:
-            for ours, one in result.items():
+            for ours, one in {rule.ours: result}.items() if isinstance(rule.ours, str) else result.items():
                 self.put(ours, one, dotted, value)
+                if note:
+                    self.notes.setdefault(ours, note)
 
     def put(self, ours: str, value: Any, foreign: str, foreign_value: Any) -> None:
         """Sets a value of ours. Raises UserError if another foreign key sets it, or a part of it, to something else."""
@@ -154,6 +172,7 @@ class _Translation:
                 f"{named(foreign, self.sources)} = {foreign_value!r:.200} both set {printable(clash)[:300]}; leave one "
                 "of them out"
             )
+        other.others.append(foreign)
 
     def remark(self, dotted: str, value: Any, why: str) -> Remark:
         return Remark(dotted, value, self.sources.get(dotted, ""), why)
@@ -180,7 +199,9 @@ def translate(tree: Tree, sources: Sources, rules: Rules) -> Translated:
             section = section.setdefault(part, {})
         section[last] = setting.value
     our_sources = {key: translation.source_of(key, one.foreign) for key, one in translation.settings.items()}
-    return Translated(ours, our_sources, tuple(translation.idle), tuple(translation.refused))
+    origins = {key: (one.foreign, *one.others) for key, one in translation.settings.items()}
+    remarks = (tuple(translation.idle), tuple(translation.refused))
+    return Translated(ours, our_sources, *remarks, origins=origins, notes=translation.notes)
 
 
 def _by_pattern(dotted: str, rules: Rules) -> Rule | None:
