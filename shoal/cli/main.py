@@ -20,6 +20,7 @@ from shoal.cli.demo import demo
 from shoal.cli.init import init
 from shoal.cli.launch import launch
 from shoal.cli.train import train
+from shoal.cli.translate import translate
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
 
@@ -38,6 +39,7 @@ app.command()(init)
 app.command()(train)
 app.command()(launch)
 app.command("config")(show_config)
+app.command()(translate)
 app.command()(data)
 app.command()(verify)
 app.command()(chaos)

@@ -21,7 +21,7 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[Tree, Sou
     """Returns the merged tree, and where each of its values came from by dotted key."""
     tree: Tree = {}
     sources: Sources = {}
-    for later, later_sources in (*read_with_bases(path), *map(_parse_override, overrides)):
+    for later, later_sources in (*read_with_bases(path), *map(parse_override, overrides)):
         tree, sources = merge(tree, later), {**sources, **later_sources}
     return tree, {key: sources[key] for key in find_leaves(tree) if key in sources}
 
@@ -56,7 +56,7 @@ def _read_with_bases(path: Path, extended_by: tuple[Path, ...], files: Iterator[
     yield tree, sources
 
 
-def _parse_override(override: str) -> tuple[Tree, Sources]:
+def parse_override(override: str) -> tuple[Tree, Sources]:
     """Returns `training.max_steps=5` as a tree."""
     key, equals, text = override.partition("=")
     key = key.strip()  # "training.max_steps = 5"
