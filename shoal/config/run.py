@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from shoal.config.body import check_callbacks_of_body, import_body
 from shoal.config.callbacks import CallbackChoice, check_callbacks
 from shoal.config.classes import import_class, say_choices
+from shoal.config.foreign.rules import Remark
 from shoal.config.importable import NOT_IMPORTABLE, config_of
 from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
@@ -50,6 +51,8 @@ class Run:
     """The recipe itself, if Python code handed over an object."""
     body: Any = None
     """The function that computes every step, if it is not the recipe's loss that does."""
+    remarks: tuple[Remark, ...] = ()
+    """The keys of a file in other words that change nothing, with the reasons."""
 
     def make_recipe(self) -> Any:
         """Returns the recipe: the object that was handed over, or a new one of its class and config."""
@@ -126,9 +129,9 @@ def source_of(dotted: str, sources: Sources) -> str:
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Loads a config file with overrides such as `training.max_steps=5`; every mistake is a UserError of one line."""
-    tree, sources = read_with_overrides(Path(path), overrides)
+    tree, sources, remarks = read_with_overrides(Path(path), overrides)
     name_after_file(tree, sources, Path(path))
-    return check_run(tree, sources, import_from=Path(path).parent)
+    return check_run(tree, sources, import_from=Path(path).parent, remarks=remarks)
 
 
 def name_after_file(tree: Tree, sources: Sources, path: Path) -> None:
@@ -139,7 +142,12 @@ def name_after_file(tree: Tree, sources: Sources, path: Path) -> None:
 
 
 def check_run(
-    tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None, body: Any = None
+    tree: Tree,
+    sources: Sources | None = None,
+    import_from: Path | None = None,
+    recipe: Any = None,
+    body: Any = None,
+    remarks: tuple[Remark, ...] = (),
 ) -> Run:
     """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`.
 
@@ -174,7 +182,7 @@ def check_run(
     if config.training.body is not None:
         check_callbacks_of_body(callbacks)
         body = body or import_body(config.training.body, sources, import_from)
-    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body)
+    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body, remarks)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
     return run

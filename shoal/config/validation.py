@@ -35,6 +35,7 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         return f"{named('.'.join([*keys, str(error['loc'][-1])]), sources)} is missing"
     name, message = named(".".join(keys), sources), error["msg"]
     if error["type"] == "union_tag_invalid":
+        name = name if ".".join(keys) in sources else named(".".join([*keys, "name"]), sources)
         tag, names = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         near = get_close_matches(str(tag)[:100], names.replace("'", "").split(", "), n=1)
         return f"{name} = {tag!r:.200} is not one of {names}" + "".join(f"; did you mean {one!r}?" for one in near)

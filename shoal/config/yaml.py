@@ -193,6 +193,15 @@ def is_section(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
+def find_leaves(value: Any, dotted: str = "") -> Iterator[str]:
+    """Yields the dotted keys of all values that are not sections."""
+    if not is_section(value):
+        yield dotted
+        return
+    for key, inner in value.items():
+        yield from find_leaves(inner, f"{dotted}.{key}" if dotted else key)
+
+
 def flatten(tree: Tree, prefix: str = "") -> Tree:
     """Returns the values of a nested mapping by dotted key."""
     flat: Tree = {}

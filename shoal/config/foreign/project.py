@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.config.foreign.rules import Remark, Rules, Translated, translate
-from shoal.config.overrides import COMMAND_LINE, merge, parse_override
-from shoal.config.yaml import Sources, Tree, is_section
+from shoal.config.overrides import COMMAND_LINE, Layer, merge_layers, parse_override
+from shoal.config.yaml import Sources, Tree, find_leaves, is_section
 
 NOT_RESOLVED = "the reference is not resolved here; write its value"
 
@@ -34,6 +34,8 @@ class Project:
     signs: tuple[tuple[str, ...], ...]
     """Dotted keys by which a file is recognised: it has all of those in one of the groups."""
     rules: Rules
+    recipe: str | None = None
+    """The recipe of all files, if they have one in common."""
     prepare: Callable[[Tree], Tree] = dict
     """Returns the tree in the form that the rules are written for. It keeps every value."""
     defaults: Callable[[Tree], Mapping[str, Any]] = field(default=lambda tree: {})
@@ -73,14 +75,14 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
         if _get(kept, key) is None:
             _set(kept, key, value)
             sources[key] = f"{project.title}'s default"
-    ours: Tree = {}
-    for override in overrides:
-        ours = merge(ours, parse_override(override)[0])
-    rules = {**project.rules, **project.recipe_rules} if "recipe" in ours else project.rules
+    command_line = merge_layers(map(parse_override, overrides))
+    rules = {**project.rules, **project.recipe_rules} if "recipe" in command_line.tree else project.rules
     translated = translate(kept, sources, rules)
     remarks = [Remark(key, value, sources.get(key, ""), NOT_RESOLVED) for key, value in unresolved]
     translated = replace(translated, refused=(*translated.refused, *remarks))
-    translated = _with_overrides(translated, ours)
+    translated = _with_overrides(translated, command_line)
+    if project.recipe is not None:
+        translated.tree.setdefault("recipe", project.recipe)
     placeholders = {
         key: placeholder
         for key, placeholder in project.missing(translated.tree).items()
@@ -91,26 +93,31 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     return Translation(project, translated, tuple(unset), placeholders)
 
 
-def _with_overrides(translated: Translated, ours: Tree) -> Translated:
+def _with_overrides(translated: Translated, command_line: Layer) -> Translated:
     """Returns a translation in which the values of the command line are in the place of those of the file."""
-    keys = [key for key, _ in leaves(ours)]
-    shadowed = {key for key in translated.origins for one in keys if f"{key}.".startswith(f"{one}.")}
-    origins = {key: value for key, value in translated.origins.items() if key not in shadowed}
+    merged = merge_layers([Layer(translated.tree, translated.sources), command_line])
+    keys = [*find_leaves(command_line.tree)] if command_line.tree else []
+    origins = {key: names for key, names in translated.origins.items() if not _is_replaced(key, keys, merged.tree)}
+    replaced = {key: names for key, names in translated.origins.items() if key not in origins}
+    remarks = [
+        Remark(name, _get(translated.tree, key), "", f"the command line replaces {key}")
+        for key, names in replaced.items()
+        for name in names
+    ]
     return replace(
         translated,
-        tree=merge(translated.tree, ours),
-        sources={**translated.sources, **dict.fromkeys(keys, COMMAND_LINE)},
+        tree=merged.tree,
+        sources=merged.sources,
         origins={**origins, **dict.fromkeys(keys, (COMMAND_LINE,))},
         notes={key: note for key, note in translated.notes.items() if key in origins},
-        idle=(
-            *translated.idle,
-            *(
-                Remark(name, _get(translated.tree, key), "", f"the command line sets {key}")
-                for key in shadowed
-                for name in translated.origins[key]
-            ),
-        ),
+        idle=(*translated.idle, *remarks),
     )
+
+
+def _is_replaced(key: str, others: Sequence[str], tree: Tree) -> bool:
+    """Returns whether the command line sets a key, a section around it or something inside of it, or removed it."""
+    clashes = any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in others)
+    return clashes or key not in {*find_leaves(tree)} and not has_key(tree, key)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

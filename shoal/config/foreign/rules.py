@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.config.yaml import Sources, Tree, is_section, named
+from shoal.config.yaml import Sources, Tree, find_leaves, is_section, named
 from shoal.errors import UserError, printable
 
 UNKNOWN = "shoal does not know it"
@@ -198,7 +198,11 @@ def translate(tree: Tree, sources: Sources, rules: Rules) -> Translated:
         for part in path:
             section = section.setdefault(part, {})
         section[last] = setting.value
-    our_sources = {key: translation.source_of(key, one.foreign) for key, one in translation.settings.items()}
+    our_sources = {
+        leaf: translation.source_of(key, setting.foreign)
+        for key, setting in translation.settings.items()
+        for leaf in find_leaves(setting.value, key)
+    }
     origins = {key: (one.foreign, *one.others) for key, one in translation.settings.items()}
     remarks = (tuple(translation.idle), tuple(translation.refused))
     return Translated(ours, our_sources, *remarks, origins=origins, notes=translation.notes)

@@ -389,10 +389,10 @@ TORCHTUNE = Project(
     title="torchtune",
     signs=((f"model.{COMPONENT}",), (f"tokenizer.{COMPONENT}",), (f"checkpointer.{COMPONENT}",)),
     rules=RULES,
+    recipe="text_lora",
     prepare=_prepare,
     defaults=_defaults,
     missing=lambda ours: {
-        "recipe": Placeholder("text_lora", ""),
         "model.name": Placeholder("folder/of/the/model", "checkpointer.checkpoint_dir is missing"),
         "dataset.train_file": Placeholder("train.jsonl", "the file names no dataset that shoal knows"),
         "training.num_epochs": Placeholder(1, "the file does not say for how long", ("training.max_steps",)),
