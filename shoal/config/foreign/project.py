@@ -55,6 +55,8 @@ class Translation:
     translated: Translated
     unset: tuple[str, ...]
     """The foreign keys whose value is null or empty."""
+    defaults: frozenset[str]
+    """The foreign keys that the file leaves out and whose defaults are translated."""
     placeholders: Mapping[str, Placeholder]
     """The keys of ours that have a placeholder."""
 
@@ -70,11 +72,10 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     """
     tree = project.prepare(resolve_references(tree))
     kept, unset, unresolved = _without_unset(tree)
-    sources = dict(sources)
-    for key, value in project.defaults(kept).items():
-        if _get(kept, key) is None:
-            _set(kept, key, value)
-            sources[key] = f"{project.title}'s default"
+    defaults = {key: value for key, value in project.defaults(kept).items() if _get(kept, key) is None}
+    for key, value in defaults.items():
+        _set(kept, key, value)
+    sources = {**sources, **dict.fromkeys(defaults, f"{project.title}'s default")}
     command_line = merge_layers(map(parse_override, overrides))
     rules = {**project.rules, **project.recipe_rules} if "recipe" in command_line.tree else project.rules
     translated = translate(kept, sources, rules)
@@ -83,6 +84,8 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     translated = _with_overrides(translated, command_line)
     if project.recipe is not None:
         translated.tree.setdefault("recipe", project.recipe)
+    if is_section(callbacks := translated.tree.get("callbacks")):  # rules set them by name, and a config has a list
+        translated.tree["callbacks"] = [{"name": name, **options} for name, options in callbacks.items()]
     placeholders = {
         key: placeholder
         for key, placeholder in project.missing(translated.tree).items()
@@ -90,7 +93,8 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     }
     for key, placeholder in placeholders.items():
         _set(translated.tree, key, placeholder.value)
-    return Translation(project, translated, tuple(unset), placeholders)
+    unset = [key for key in unset if key not in defaults]
+    return Translation(project, translated, tuple(unset), frozenset(defaults), placeholders)
 
 
 def _with_overrides(translated: Translated, command_line: Layer) -> Translated:

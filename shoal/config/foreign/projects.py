@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.config.foreign.accelerate import ACCELERATE
+from shoal.config.foreign.lightning_cli import LIGHTNING
 from shoal.config.foreign.project import Project, has_key
 from shoal.config.foreign.torchtune import TORCHTUNE
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
 
-PROJECTS: Mapping[str, Project] = {project.name: project for project in (ACCELERATE, TORCHTUNE)}
+PROJECTS: Mapping[str, Project] = {project.name: project for project in (ACCELERATE, TORCHTUNE, LIGHTNING)}
 """The projects by the name after `--from`."""
 
 

@@ -24,7 +24,7 @@ def render(translation: Translation, file_name: str, order: Sequence[str]) -> st
     if translation.placeholders:
         keys = ", ".join(translation.placeholders)
         lines += _comment(f"Replace what is marked as PLACEHOLDER before you train: {keys}.")
-    rows = [*_rows(_ordered(translation.tree, order), translation)]
+    rows = [*_rows(_ordered(translation.tree, order), translation, set())]
     width = min(48, max((len(left) for left, _ in rows), default=0))
     lines += [f"{left:<{width}}  # {right}" if right else left for left, right in rows]
     translated = translation.translated
@@ -53,21 +53,23 @@ def _ordered(tree: Tree, order: Sequence[str]) -> Tree:
     return sort(tree, "")
 
 
-def _rows(tree: Tree, translation: Translation, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the lines of the config, each with the comment at its end."""
+def _rows(tree: Tree, translation: Translation, notes: set[str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the lines of the config, each with the comment at its end. `notes` are those that were written before."""
     indent = "  " * prefix.count(".")
+    # A section that one foreign key sets, such as an optimizer with its options, is written on one line.
+    on_one_line = {*translation.translated.origins, *translation.placeholders}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         name = format_value(key)
-        # A section that one foreign key sets, such as an optimizer's options, is written on one line.
-        whole = {*translation.translated.origins, *translation.placeholders}
-        if is_section(value) and value and dotted not in whole:
-            if not prefix:
-                yield "", ""
+        if not prefix:
+            yield "", ""
+        if is_section(value) and value and dotted not in on_one_line:
             yield f"{indent}{name}:", ""
-            yield from _rows(value, translation, f"{dotted}.")
+            yield from _rows(value, translation, notes, f"{dotted}.")
             continue
-        if note := translation.translated.notes.get(dotted):
+        note = translation.translated.notes.get(dotted, "")
+        if note and note not in notes:
+            notes.add(note)
             yield from ((f"{indent}{line}", "") for line in _comment(note))
         yield f"{indent}{name}: {format_value(value)}", _origin(dotted, translation)
 
@@ -76,12 +78,11 @@ def _origin(dotted: str, translation: Translation) -> str:
     """Returns where a value of ours comes from."""
     if dotted in translation.placeholders:
         return f"PLACEHOLDER: {translation.placeholders[dotted].why}"
-    names = translation.translated.origins.get(dotted, ())
-    shown = ", ".join(printable(name) for name in names)
-    default = f"{translation.project.title}'s default"
-    if translation.translated.sources.get(dotted, "").startswith(default):
-        return f"{default} of {shown}"
-    return shown
+    inside = (name for key, names in translation.translated.origins.items() if key.startswith(f"{dotted}.") for name in names)
+    names = [*translation.translated.origins.get(dotted, inside)]
+    stated = [printable(name) for name in names if name not in translation.defaults]
+    defaults = [f"{translation.project.title}'s default of {name}" for name in names if name in translation.defaults]
+    return ", ".join([*stated, *defaults])
 
 
 def _list(title: str, remarks: Sequence[Remark]) -> list[str]:
@@ -101,9 +102,20 @@ def _list(title: str, remarks: Sequence[Remark]) -> list[str]:
         if len(entries) == 1 and len(entries[0]) + len(reason) < WIDTH - 10:
             lines.append(f"#   {entries[0]}  ({printable(reason)})")
             continue
-        lines += [f"#   {entry}" for entry in entries]
+        lines += [f"#   {line}" for line in _gathered(entries)]
         lines += [f"#     {line}" for line in wrap(f"({printable(reason)})", WIDTH - 6, break_on_hyphens=False)]
     return lines
+
+
+def _gathered(entries: Sequence[str]) -> Iterator[str]:
+    """Yields lines with as many entries as fit."""
+    line = ""
+    for entry in entries:
+        if line and len(line) + len(entry) > WIDTH - 6:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {entry}" if line else entry
+    yield line
 
 
 def _comment(text: str) -> list[str]:

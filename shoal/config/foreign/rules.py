@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from shoal.config.yaml import Sources, Tree, find_leaves, is_section, named
@@ -126,12 +127,17 @@ class _Translation:
     refused: list[Remark] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def sections(self) -> set[str]:
+        """The foreign sections that have rules for what is inside of them."""
+        return {section for key in self.rules for section in [*_sections_around(key)][1:]}
+
     def add(self, section: Mapping[str, Any], prefix: str = "") -> None:
         """Translates the keys of a section, and of those inside of it."""
         for key, value in section.items():
             dotted = f"{prefix}{key}"
             rule = self.rules.get(dotted)
-            if rule is None and is_section(value) and value:
+            if is_section(value) and value and (rule is None or dotted in self.sections):
                 self.add(value, f"{dotted}.")
             elif rule is not None and value is None:
                 continue  # null is what other programs write for a key that is not set

@@ -64,6 +64,8 @@ def optimizer_rules(prefix: str, class_key: str) -> Rules:
     def option(key: str) -> Convert:
         def convert(value: Any, section: Section) -> Any:
             name = our_optimizer(section.get(class_key))
+            if name is None:
+                return Refused("the file does not name the class of the optimizer; give training.optimizer")
             if isinstance(name, str) and ":" not in name and key not in OPTIONS.get(name, {key}):
                 return Idle(_OFF) if value is False else Refused(f"{name} has no such option in shoal")
             return whole(section)
