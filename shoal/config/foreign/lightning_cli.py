@@ -427,7 +427,7 @@ TRAINER: Rules = {
     "inference_mode": idle("evaluations compute no gradients"),
     "barebones": only(False, _OFF, "use logging.console: off"),
     "reload_dataloaders_every_n_epochs": only(0, _OFF, "data is read once"),
-    "resume_from_checkpoint": Rule(why="shoal checkpoint import reads checkpoints of Lightning"),
+    "resume_from_checkpoint": Rule(why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"),
     CLASS: idle("a run has shoal's own loop"),
     "strategy": Rule(
         ("distributed.strategy", "distributed.zero_stage", "distributed.offload"),
@@ -471,7 +471,7 @@ RULES: Rules = {
         "experiment.seed",
         lambda value, tree: Idle("experiment.seed is the seed of everything") if isinstance(value, bool) else value,
     ),
-    "ckpt_path": Rule(why="shoal checkpoint import reads checkpoints of Lightning"),
+    "ckpt_path": Rule(why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"),
     **{f"trainer.{key}": rule for key, rule in TRAINER.items()},
     **optimizer_rules("optimizer.", CLASS),
     **{f"lr_scheduler.{key}": rule for key, rule in _SCHEDULE.items()},
