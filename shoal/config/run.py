@@ -19,7 +19,7 @@ from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
-from shoal.config.validation import fields_of, refuse_unknown, validate
+from shoal.config.validation import fields_of, refuse_unknown, validate, without_null_sections
 from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section, named
 from shoal.errors import UserError
 
@@ -136,7 +136,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 def name_after_file(tree: Tree, sources: Sources, path: Path) -> None:
     """Gives a run without a name that of its config file, so that two configs do not share a run folder."""
-    experiment = tree.setdefault("experiment", {})
+    if tree.get("experiment") is None:
+        tree["experiment"] = {}
+    experiment = tree["experiment"]
     if isinstance(experiment, dict) and "name" not in experiment and path.stem:
         experiment["name"], sources["experiment.name"] = path.stem, "the file's name"
 
@@ -165,7 +167,9 @@ def check_run(
     }
     if sections["dataset"] is not None:
         sections["dataset"] = {**LoaderConfig.model_fields, **sections["dataset"]}
-    refuse_unknown(tree, {**(fields_of(Config) or {}), **sections}, sources, f"recipe {tree['recipe']!r}")
+    fields = {**(fields_of(Config) or {}), **sections}
+    tree = without_null_sections(tree, fields)
+    refuse_unknown(tree, fields, sources, f"recipe {tree['recipe']!r}", root=fields)
 
     recipe_dataset = dict(tree.get("dataset", {}))
     loader = {key: recipe_dataset.pop(key) for key in LoaderConfig.model_fields if key in recipe_dataset}
