@@ -53,6 +53,8 @@ class Run:
     """The function that computes every step, if it is not the recipe's loss that does."""
     remarks: tuple[Remark, ...] = ()
     """The keys of a file in other words that change nothing, with the reasons."""
+    uses_every_gpu: bool = False
+    """True if `launch.procs_per_node` is `auto`, so that the config has the number of GPUs of this machine."""
 
     def make_recipe(self) -> Any:
         """Returns the recipe: the object that was handed over, or a new one of its class and config."""
@@ -80,7 +82,8 @@ class Run:
             tree, derived = self._changed(tree), {}
         rows = [*_rows(tree, self.sources, derived)]
         width = min(60, max(len(left) for left, _ in rows))
-        return "".join(f"{left:<{width}}  # {note}\n" if note else f"{left}\n" for left, note in rows)
+        lines = [f"{left:<{width}}  # {note}" if note else left for left, note in rows]
+        return "".join(f"{line}\n" for line in [*lines, *(f"# not in force: {remark}" for remark in self.remarks)])
 
     def _changed(self, tree: Tree) -> Tree:
         """Returns the part of the tree that differs from a run of the same recipe with defaults.
@@ -156,7 +159,8 @@ def check_run(
     `recipe`, a class or an object, and `body` are what the tree has the recorded names of; without them, what it names
     is imported.
     """
-    sources = sources or {}
+    sources = dict(sources or {})
+    tree, uses_every_gpu = count_gpus(tree, sources)
     recipe_object = None if isinstance(recipe, type) else recipe
     recipe_type: Any = type(recipe) if recipe_object is not None else recipe
     if recipe is None:
@@ -182,14 +186,36 @@ def check_run(
         recipe_config = validate(recipe_type.Config, recipe_sections, sources)
     else:
         recipe_config = config_of(recipe_object) or {}
+    if uses_every_gpu and config.launch.target != "local":
+        raise UserError(
+            f"launch.procs_per_node = auto: launch.target = {config.launch.target} starts the run on other machines, "
+            "whose GPUs this one cannot count; give a number"
+        )
     callbacks = check_callbacks(config.callbacks, sources, import_from)
     if config.training.body is not None:
         check_callbacks_of_body(callbacks)
         body = body or import_body(config.training.body, sources, import_from)
-    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body, remarks)
+    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body, remarks, uses_every_gpu)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
     return run
+
+
+def count_gpus(tree: Tree, sources: Sources) -> tuple[Tree, bool]:
+    """Returns the tree with a number in place of `launch.procs_per_node: auto`, whose source then says where it comes
+    from; and whether there was an `auto`."""
+    launch, training = tree.get("launch"), tree.get("training")
+    if not isinstance(launch, dict) or launch.get("procs_per_node") != "auto":
+        return tree, False
+    import torch
+
+    number = torch.cuda.device_count()
+    why = "one process for every GPU of this machine" if number else "one process, because this machine has no GPU"
+    if isinstance(training, dict) and training.get("device") == "cpu":
+        number, why = 1, "one process, because training.device is cpu"
+    key = "launch.procs_per_node"
+    sources[key] = ", ".join(filter(None, (sources.get(key), f"auto: {why}")))
+    return {**tree, "launch": {**launch, "procs_per_node": max(1, number)}}, True
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:
