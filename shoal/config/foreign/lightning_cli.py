@@ -147,7 +147,7 @@ def _eval_batches(value: Any, section: Section) -> Any:
 def _clip(value: Any, section: Section) -> Any:
     if section.get("gradient_clip_algorithm") == "value":
         return Refused("gradients are clipped by their norm, not one by one")
-    return None if value == 0 else value
+    return Noted(None, "Gradients are not clipped there; shoal's default is a norm of 1.") if value == 0 else value
 
 
 def _fast(value: Any, section: Section) -> Any:
@@ -412,7 +412,7 @@ TRAINER: Rules = {
     "num_sanity_val_steps": idle("configs are checked before the first step; there is no trial evaluation"),
     "log_every_n_steps": Rule("logging.every"),
     "accumulate_grad_batches": Rule("training.gradient_accumulation"),
-    "gradient_clip_val": Rule("training.max_grad_norm", _clip, "0 means no clipping, which is null here."),
+    "gradient_clip_val": Rule("training.max_grad_norm", _clip),
     "gradient_clip_algorithm": only("norm", "gradients are clipped by their norm", "gradients are clipped by their norm"),
     "deterministic": Rule("experiment.deterministic", by_name({"warn": True})),
     "benchmark": Rule(why="cuDNN's search for the fastest kernel is left as torch has it"),
@@ -487,7 +487,9 @@ def _defaults(tree: Tree) -> dict[str, Any]:
     trainer = section_of(tree, "trainer")
     ends = [trainer.get(key) for key in ("max_epochs", "max_steps")]
     optimizer = section_of(tree, "optimizer")
+    keeps_best = bool(section_of(section_of(trainer, "callbacks"), "ModelCheckpoint").get("monitor"))
     return {
+        **({"trainer.callbacks.ModelCheckpoint.save_top_k": 1} if keeps_best else {}),
         **({} if any(is_number(end) and end > 0 for end in ends) else {"trainer.max_epochs": 1000}),
         **optimizer_defaults(optimizer, "optimizer.", CLASS),
         **({f"lr_scheduler.{CLASS}": "none"} if optimizer else {}),
@@ -505,7 +507,10 @@ LIGHTNING = Project(
     defaults=_defaults,
     missing=lambda ours: {
         "recipe": Placeholder("bdh", "your module is to be a recipe of shoal"),
-        "training.learning_rate": Placeholder(3e-4, "your module chooses the optimizer and its rate"),
+        "training.optimizer": Placeholder("adamw", "your module chooses it"),
+        "training.learning_rate": Placeholder(3e-4, "your module chooses it"),
+        "training.weight_decay": Placeholder(0.0, "your module chooses it"),
+        "training.lr_scheduler": Placeholder("constant", "your module chooses it, or it counts epochs"),
     },
     recipe_rules={
         "model.*": Rule("model.*"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.config.foreign.accelerate import ACCELERATE
+from shoal.config.foreign.axolotl import AXOLOTL
 from shoal.config.foreign.lightning_cli import LIGHTNING
+from shoal.config.foreign.llama_factory import LLAMA_FACTORY
 from shoal.config.foreign.project import Project, has_key
 from shoal.config.foreign.torchtune import TORCHTUNE
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
 
-PROJECTS: Mapping[str, Project] = {project.name: project for project in (ACCELERATE, TORCHTUNE, LIGHTNING)}
+PROJECTS: Mapping[str, Project] = {project.name: project for project in (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TORCHTUNE, LIGHTNING)}
 """The projects by the name after `--from`."""
 
 

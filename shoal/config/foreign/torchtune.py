@@ -395,6 +395,7 @@ TORCHTUNE = Project(
     missing=lambda ours: {
         "model.name": Placeholder("folder/of/the/model", "checkpointer.checkpoint_dir is missing"),
         "dataset.train_file": Placeholder("train.jsonl", "the file names no dataset that shoal knows"),
+        "training.lr_scheduler": Placeholder("constant", "shoal does not have the schedule of the file"),
         "training.num_epochs": Placeholder(1, "the file does not say for how long", ("training.max_steps",)),
     },
 )
