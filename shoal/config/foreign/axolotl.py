@@ -165,6 +165,8 @@ def _per_epoch(ours: str, verb: str, off: Mapping[str, Any]) -> Convert:
     def convert(value: Any, tree: Section) -> Any:
         if value == 0:
             return dict(off) or Idle("the run is evaluated at its end alone")
+        if verb == "evaluates" and not tree.get("val_set_size") and "test_datasets[]" not in tree:
+            return Idle("there is no evaluation data")
         made = {**off, ours: 1}
         return made if value == 1 else Noted(made, f"axolotl {verb} {value} times in an epoch; here it is once.")
 
@@ -207,8 +209,9 @@ def _side(side: str) -> Rule:
         if len(sizes) < 2 and not {"tp", "cp"} & {*sizes}:
             return Idle("weights are sharded over all processes")
         strategy = {"distributed.strategy": "mesh"} if {"tp", "cp"} & {*sizes} else {}
-        made = {**strategy, f"distributed.mesh.{side}": value, "launch.procs_per_node": prod(sizes.values())}
-        return Noted(made, "The mesh needs so many processes; on several machines give launch.nodes, too.")
+        why = "The mesh needs so many processes; on several machines give launch.nodes, too."
+        processes = Noted(prod(sizes.values()), why)
+        return {**strategy, f"distributed.mesh.{side}": value, "launch.procs_per_node": processes}
 
     return Rule(("distributed.strategy", f"distributed.mesh.{side}", "launch.procs_per_node"), convert)
 

@@ -24,6 +24,9 @@ def render(translation: Translation, file_name: str, order: Sequence[str]) -> st
     if translation.placeholders:
         keys = ", ".join(translation.placeholders)
         lines += _comment(f"Replace what is marked as PLACEHOLDER before you train: {keys}.")
+    if translation.translated.refused:
+        keys = ", ".join(printable(remark.key) for remark in translation.translated.refused)
+        lines += _comment(f"Without a counterpart, see the end: {keys}.")
     rows = [*_rows(_ordered(translation.tree, order), translation, set())]
     width = min(48, max((len(left) for left, _ in rows), default=0))
     lines += [f"{left:<{width}}  # {right}" if right else left for left, right in rows]

@@ -49,7 +49,8 @@ class Rule:
     """What happens with one key of another program."""
 
     ours: str | tuple[str, ...] = ()
-    """Our dotted key. Several, if the value sets them together: `convert` then returns a dict with some of them. None,
+    """Our dotted key. Several, if the value sets them together: `convert` then returns a dict with some of them, whose
+    values may be `Noted`. None,
     if there is no counterpart. A rule for `foreign.*` has `ours.*`."""
     convert: Convert | None = None
     """Makes our value, or returns `Noted`, `Idle` or `Refused`. None passes the value on as it is."""
@@ -150,7 +151,7 @@ class _Translation:
         result = value if rule.convert is None else rule.convert(value, section)
         if not rule.keys and not isinstance(result, Idle | Refused):
             result = Refused(rule.why)
-        note = rule.why
+        note = ""
         if isinstance(result, Noted):
             result, note = result.value, result.why
         if isinstance(result, Idle):
@@ -159,9 +160,10 @@ class _Translation:
             self.refused.append(self.remark(dotted, value, result.why))
         else:
             for ours, one in {rule.ours: result}.items() if isinstance(rule.ours, str) else result.items():
-                self.put(ours, one, dotted, value)
-                if note:
-                    self.notes.setdefault(ours, note)
+                ours_value, its_note = (one.value, one.why) if isinstance(one, Noted) else (one, note)
+                self.put(ours, ours_value, dotted, value)
+                if its_note:
+                    self.notes.setdefault(ours, its_note)
 
     def put(self, ours: str, value: Any, foreign: str, foreign_value: Any) -> None:
         """Sets a value of ours. Raises UserError if another foreign key sets it, or a part of it, to something else."""

@@ -33,6 +33,10 @@ _DECAYED = "Of all parameters there; here of matrices alone, not of norms, biase
 _OFF = "it is off anyway"
 
 
+def _decay(value: Any, section: Section) -> Any:
+    return Noted(value, _DECAYED) if value else value
+
+
 def _options() -> dict[str, set[str]]:
     """Returns the options of each of our optimizers by its name."""
     fields = [fields_of(get_args(member)[0]) or {} for member in get_args(get_args(Optimizer)[0])]
@@ -86,7 +90,7 @@ def optimizer_rules(prefix: str, class_key: str) -> Rules:
     return {
         f"{prefix}{class_key}": Rule("training.optimizer", named_class),
         f"{prefix}lr": Rule("training.learning_rate"),
-        f"{prefix}weight_decay": Rule("training.weight_decay", why=_DECAYED),
+        f"{prefix}weight_decay": Rule("training.weight_decay", _decay),
         **{f"{prefix}{key}": Rule("training.optimizer", option(key)) for key in known},
         **{f"{prefix}{key}": idle("shoal takes the fused kernel where there is one") for key in ("fused", "foreach")},
         **{
