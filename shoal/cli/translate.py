@@ -11,7 +11,8 @@ import typer
 from shoal.cli.arguments import Debug, Overrides
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A config file of another project, such as axolotl's.", show_default=False)
+    Path,
+    typer.Argument(metavar="FILE", help="A config file of another project, such as axolotl's.", show_default=False),
 ]
 From = Annotated[
     str | None,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import yaml
 
 from shoal.config.foreign.guide import defaults_for, from_guide, is_guide
+from shoal.config.foreign.recognise import recognise
 from shoal.config.foreign.rules import Remark
 from shoal.config.yaml import MAX_DEPTH, Sources, Tree, find_leaves, is_section, parse_value, read_yaml
 from shoal.errors import UserError, one_line
@@ -94,6 +95,10 @@ def _read_with_bases(path: Path, extended_by: tuple[Path, ...], files: Iterator[
     if real in extended_by:
         raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(map(str, (*extended_by, real)))}")
     tree, sources = read_yaml(path)
+    if "recipe" not in tree and (projects := recognise(tree)):
+        raise UserError(
+            f"{path}: it is a file of {projects[0]}, not of shoal; write it as one: shoal translate {path} > run.yaml"
+        )
     bases = tree.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):

@@ -14,7 +14,9 @@ Section = Mapping[str, Any]
 
 STRATEGIES: Mapping[str, Any] = {
     "no": "single",
-    **dict.fromkeys(("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"), "ddp"),
+    **dict.fromkeys(
+        ("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"), "ddp"
+    ),
     "fsdp": "fsdp",
     "deepspeed": "deepspeed",
     "tp": "mesh",
@@ -73,9 +75,9 @@ def _policy(value: Any, section: Section) -> Any:
     if any(section.get(f"{prefix}transformer_layer_cls_to_wrap") for prefix in ("", "fsdp_")):
         return Idle("distributed.fsdp.wrap_classes names the units")
     whole = Refused("without units the whole model is gathered at once; use transformer_based")
-    return by_name(
-        {"transformer_based_wrap": "transformer_based", "size_based_wrap": "size_based", "no_wrap": whole}
-    )(value, section)
+    return by_name({"transformer_based_wrap": "transformer_based", "size_based_wrap": "size_based", "no_wrap": whole})(
+        value, section
+    )
 
 
 def _classes(value: Any, section: Section) -> Any:
@@ -174,7 +176,9 @@ RULES: Rules = {
     "deepspeed_config.zero_stage": Rule(f"{_DEEPSPEED}.zero_stage", _stage),
     "deepspeed_config.offload_optimizer_device": _offload("offload_optimizer", "offload_optimizer_nvme_path"),
     "deepspeed_config.offload_param_device": _offload("offload_parameters", "offload_param_nvme_path"),
-    "deepspeed_config.offload_optimizer_nvme_path": _nvme("offload_optimizer_device", f"{_DEEPSPEED}.offload_optimizer"),
+    "deepspeed_config.offload_optimizer_nvme_path": _nvme(
+        "offload_optimizer_device", f"{_DEEPSPEED}.offload_optimizer"
+    ),
     "deepspeed_config.offload_param_nvme_path": _nvme("offload_param_device", f"{_DEEPSPEED}.offload_parameters"),
     "deepspeed_config.gradient_accumulation_steps": Rule("training.gradient_accumulation", _unless_auto),
     "deepspeed_config.gradient_clipping": Rule("training.max_grad_norm", _unless_auto),
@@ -188,7 +192,9 @@ RULES: Rules = {
             lambda value, section: Refused("blocks are compiled by inductor; use training.compile: true"),
         ),
     ),
-    "dynamo_config.dynamo_mode": only("default", "it is torch.compile's default", "torch.compile's default mode is used"),
+    "dynamo_config.dynamo_mode": only(
+        "default", "it is torch.compile's default", "torch.compile's default mode is used"
+    ),
     "dynamo_config.*": only(False, "it is off", "each block is compiled with torch.compile's defaults"),
     "compute_environment": only("LOCAL_MACHINE", "a run starts where you start it", "see docs/launch.md for clusters"),
     "debug": only(False, "it is off", "ranks are compared every distributed.desync_steps steps"),
@@ -220,7 +226,6 @@ def _missing(ours: Tree) -> Mapping[str, Placeholder]:
 ACCELERATE = Project(
     name="accelerate",
     title="accelerate",
-    signs=(("distributed_type",), ("compute_environment", "num_processes")),
     rules=RULES,
     missing=_missing,
 )

@@ -17,7 +17,13 @@ from shoal.config.yaml import Tree, is_section
 
 Section = Mapping[str, Any]
 
-FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text", "chat_template": "auto"}
+FORMATS = {
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "completion": "text",
+    "pretrain": "text",
+    "chat_template": "auto",
+}
 """Our names of the shapes of records. Names such as `alpaca:chat` begin with one of these."""
 SIDES = {
     "dp_shard_size": "dp_shard",
@@ -419,7 +425,6 @@ def _defaults(tree: Tree) -> dict[str, Any]:
 AXOLOTL = Project(
     name="axolotl",
     title="axolotl",
-    signs=(("base_model", "datasets"), ("base_model", "pretraining_dataset"), ("base_model", "micro_batch_size")),
     rules=RULES,
     recipe="text_lora",
     prepare=_prepare,

@@ -27,31 +27,33 @@ PRECISIONS: Mapping[str, Any] = {
     "16-true": Refused("weights are never fp16; use fp16 or pure_bf16"),
     **dict.fromkeys(("transformer-engine", "transformer-engine-float16"), Refused("use fp8, which is torchao's")),
 }
-STRATEGIES: Mapping[str, Any] = {
-    "ddp": {"distributed.strategy": "ddp"},
-    **dict.fromkeys(("ddp_spawn", "ddp_notebook", "ddp_fork"), {"distributed.strategy": "ddp_spawn"}),
-    **dict.fromkeys(
-        ("ddp_find_unused_parameters_true", "ddp_spawn_find_unused_parameters_true"),
-        {"distributed.strategy": "ddp", "distributed.ddp.find_unused_parameters": True},
-    ),
-    "ddp_find_unused_parameters_false": {"distributed.strategy": "ddp"},
-    "fsdp": {"distributed.strategy": "fsdp"},
-    "fsdp_cpu_offload": {"distributed.strategy": "fsdp", "distributed.fsdp.cpu_offload": True},
-    "deepspeed": {"distributed.strategy": "deepspeed", "distributed.zero_stage": 2},
-    **{
-        f"deepspeed_stage_{stage}": {"distributed.strategy": "deepspeed", "distributed.zero_stage": stage}
-        for stage in (1, 2, 3)
-    },
-    **{
-        f"deepspeed_stage_{stage}_offload": {
-            "distributed.strategy": "deepspeed",
-            "distributed.zero_stage": stage,
-            "distributed.offload": offload,
-        }
-        for stage, offload in ((2, "optimizer"), (3, "all"))
-    },
-    "auto": Idle("one process trains alone, and several are ddp"),
-}
+
+
+def _strategies() -> dict[str, Any]:
+    """Returns what the names of Lightning's strategies mean in shoal."""
+    ddp, fsdp, zero = ({"distributed.strategy": name} for name in ("ddp", "fsdp", "deepspeed"))
+    unused = {**ddp, "distributed.ddp.find_unused_parameters": True}
+    spawn = {"distributed.strategy": "ddp_spawn"}
+    offloads = {2: "optimizer", 3: "all"}
+    return {
+        "auto": Idle("one process trains alone, and several are ddp"),
+        **{"ddp": ddp, "ddp_find_unused_parameters_false": ddp, "ddp_find_unused_parameters_true": unused},
+        **{"ddp_spawn": spawn, "ddp_fork": spawn, "ddp_notebook": spawn},
+        **{"fsdp": fsdp, "fsdp_cpu_offload": {**fsdp, "distributed.fsdp.cpu_offload": True}},
+        "deepspeed": {**zero, "distributed.zero_stage": 2},
+        **{f"deepspeed_stage_{stage}": {**zero, "distributed.zero_stage": stage} for stage in (1, 2, 3)},
+        **{
+            f"deepspeed_stage_{stage}_offload": {
+                **zero,
+                "distributed.zero_stage": stage,
+                "distributed.offload": offload,
+            }
+            for stage, offload in offloads.items()
+        },
+    }
+
+
+STRATEGIES = _strategies()
 _OURS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.")
 _OFF, _ANYWAY = "it is off anyway", "shoal does so anyway"
 _IN_EPOCHS = "it counts epochs, and schedules of shoal count steps; write it with steps, as docs/config.md says"
@@ -257,9 +259,7 @@ _CHECKPOINT: Rules = {
     "mode": Rule("checkpoint.mode", _without_training(lambda value, section: value)),
     "save_top_k": Rule("checkpoint.keep_best", _without_training(_keep_best)),
     "save_last": idle("the last checkpoints are always kept"),
-    "every_n_train_steps": Rule(
-        "checkpoint.every", lambda value, section: value if value else Idle("it is not set")
-    ),
+    "every_n_train_steps": Rule("checkpoint.every", lambda value, section: value if value else Idle("it is not set")),
     "every_n_epochs": Rule("checkpoint.every_epochs"),
     "dirpath": idle("checkpoints are in checkpoints/ of experiment.output_dir"),
     "filename": idle("checkpoints are named by their step"),
@@ -281,9 +281,7 @@ _STOPPING: Rules = {
 _LOGGERS: Rules = {
     f"TensorBoardLogger.{CLASS}": Rule("logging.tensorboard", lambda value, section: True),
     f"CSVLogger.{CLASS}": Rule("logging.jsonl", lambda value, section: True),
-    **{
-        f"WandbLogger.{key}": Rule("logging.wandb", _wandb) for key in (CLASS, "project", "entity", "offline")
-    },
+    **{f"WandbLogger.{key}": Rule("logging.wandb", _wandb) for key in (CLASS, "project", "entity", "offline")},
     **{f"MLFlowLogger.{key}": Rule("logging.mlflow", _mlflow) for key in (CLASS, "experiment_name", "tracking_uri")},
     **{
         f"{name}.{key}": idle("logs are in experiment.output_dir")
@@ -413,7 +411,9 @@ TRAINER: Rules = {
     "log_every_n_steps": Rule("logging.every"),
     "accumulate_grad_batches": Rule("training.gradient_accumulation"),
     "gradient_clip_val": Rule("training.max_grad_norm", _clip),
-    "gradient_clip_algorithm": only("norm", "gradients are clipped by their norm", "gradients are clipped by their norm"),
+    "gradient_clip_algorithm": only(
+        "norm", "gradients are clipped by their norm", "gradients are clipped by their norm"
+    ),
     "deterministic": Rule("experiment.deterministic", by_name({"warn": True})),
     "benchmark": Rule(why="cuDNN's search for the fastest kernel is left as torch has it"),
     "sync_batchnorm": Rule("training.sync_batch_norm"),
@@ -427,7 +427,9 @@ TRAINER: Rules = {
     "inference_mode": idle("evaluations compute no gradients"),
     "barebones": only(False, _OFF, "use logging.console: off"),
     "reload_dataloaders_every_n_epochs": only(0, _OFF, "data is read once"),
-    "resume_from_checkpoint": Rule(why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"),
+    "resume_from_checkpoint": Rule(
+        why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"
+    ),
     CLASS: idle("a run has shoal's own loop"),
     "strategy": Rule(
         ("distributed.strategy", "distributed.zero_stage", "distributed.offload"),
@@ -471,7 +473,9 @@ RULES: Rules = {
         "experiment.seed",
         lambda value, tree: Idle("experiment.seed is the seed of everything") if isinstance(value, bool) else value,
     ),
-    "ckpt_path": Rule(why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"),
+    "ckpt_path": Rule(
+        why="a .ckpt of Lightning is a pickle; save its state_dict as safetensors, and give checkpoint.init_from"
+    ),
     **{f"trainer.{key}": rule for key, rule in TRAINER.items()},
     **optimizer_rules("optimizer.", CLASS),
     **{f"lr_scheduler.{key}": rule for key, rule in _SCHEDULE.items()},
@@ -501,7 +505,6 @@ def _defaults(tree: Tree) -> dict[str, Any]:
 LIGHTNING = Project(
     name="lightning",
     title="Lightning",
-    signs=(("trainer.",), ("fit.trainer.",)),
     rules=RULES,
     prepare=_prepare,
     defaults=_defaults,

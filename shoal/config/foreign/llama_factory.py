@@ -80,7 +80,9 @@ def _targets(value: Any, tree: Section) -> Any:
     if kind == "full":
         return Idle("without lora: all weights are trained")
     if kind != "lora":
-        raise UserError(f"finetuning_type = {kind!r:.100}: shoal trains all weights, or adapters of LoRA; use one of them")
+        raise UserError(
+            f"finetuning_type = {kind!r:.100}: shoal trains all weights, or adapters of LoRA; use one of them"
+        )
     target = tree.get("lora_target", "all")
     return "all-linear" if target == "all" else names(target, tree)
 
@@ -233,7 +235,9 @@ RULES: Rules = {
     "overwrite_cache": idle("tokens are stored under a hash of the records"),
     "preprocessing_batch_size": idle("it does not change the samples"),
     "streaming": only(False, _OFF, "records are prepared before the first step"),
-    "mix_strategy": only("concat", "files are read as one set", "give weights: dataset.train_file: [{file: …, weight: …}]"),
+    "mix_strategy": only(
+        "concat", "files are read as one set", "give weights: dataset.train_file: [{file: …, weight: …}]"
+    ),
     "interleave_probs": Rule(why="give weights: dataset.train_file: [{file: …, weight: …}]"),
     "ignore_pad_token_for_loss": only(True, "padding never counts", "padding never counts"),
     "enable_thinking": idle("the chat template decides"),
@@ -297,7 +301,6 @@ OPTIMIZER = Placeholder({"name": "adamw", "betas": [0.9, 0.999]}, "shoal does no
 LLAMA_FACTORY = Project(
     name="llama_factory",
     title="LLaMA-Factory",
-    signs=(("model_name_or_path", "stage"), ("model_name_or_path", "finetuning_type"), ("stage", "finetuning_type")),
     rules=RULES,
     recipe="text_lora",
     defaults=_defaults,

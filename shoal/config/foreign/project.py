@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.config.foreign.recognise import has_key, value_of
 from shoal.config.foreign.rules import Remark, Rules, Translated, translate
 from shoal.config.overrides import COMMAND_LINE, Layer, merge_layers, parse_override
 from shoal.config.yaml import Sources, Tree, find_leaves, is_section
@@ -29,10 +30,8 @@ class Project:
     """A project whose files are translated: mainly a table of rules."""
 
     name: str
-    """The name after `--from`."""
+    """The name after `--from`; `recognise.py` has the keys by which its files are known."""
     title: str
-    signs: tuple[tuple[str, ...], ...]
-    """Dotted keys by which a file is recognised: it has all of those in one of the groups."""
     rules: Rules
     recipe: str | None = None
     """The recipe of all files, if they have one in common."""
@@ -72,7 +71,7 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     """
     tree = project.prepare(resolve_references(tree))
     kept, unset, unresolved = _without_unset(tree)
-    defaults = {key: value for key, value in project.defaults(kept).items() if _get(kept, key) is None}
+    defaults = {key: value for key, value in project.defaults(kept).items() if _is_free(kept, key)}
     for key, value in defaults.items():
         _set(kept, key, value)
     sources = {**sources, **dict.fromkeys(defaults, f"{project.title}'s default")}
@@ -89,7 +88,7 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     placeholders = {
         key: placeholder
         for key, placeholder in project.missing(translated.tree).items()
-        if all(_get(translated.tree, one) is None for one in (key, *placeholder.unless))
+        if all(_is_free(translated.tree, one) for one in (key, *placeholder.unless))
     }
     for key, placeholder in placeholders.items():
         _set(translated.tree, key, placeholder.value)
@@ -104,7 +103,7 @@ def _with_overrides(translated: Translated, command_line: Layer) -> Translated:
     origins = {key: names for key, names in translated.origins.items() if not _is_replaced(key, keys, merged.tree)}
     replaced = {key: names for key, names in translated.origins.items() if key not in origins}
     remarks = [
-        Remark(name, _get(translated.tree, key), "", f"the command line replaces {key}")
+        Remark(name, value_of(translated.tree, key), "", f"the command line replaces {key}")
         for key, names in replaced.items()
         for name in names
     ]
@@ -121,7 +120,7 @@ def _with_overrides(translated: Translated, command_line: Layer) -> Translated:
 def _is_replaced(key: str, others: Sequence[str], tree: Tree) -> bool:
     """Returns whether the command line sets a key, a section around it or something inside of it, or removed it."""
     clashes = any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in others)
-    return clashes or key not in {*find_leaves(tree)} and not has_key(tree, key)
+    return clashes or (key not in {*find_leaves(tree)} and not has_key(tree, key))
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,9 +163,9 @@ def resolve_references(tree: Tree) -> Tree:
             return [resolve(inner, depth) for inner in value]
         if not isinstance(value, str) or "${" not in value or depth > 10:
             return value
-        if (whole := _REFERENCE.fullmatch(value)) and (found := _get(tree, whole[1])) is not None:
+        if (whole := _REFERENCE.fullmatch(value)) and (found := value_of(tree, whole[1])) is not None:
             return resolve(found, depth + 1) if not isinstance(found, dict | list) else value
-        texts = {match[0]: _get(tree, match[1]) for match in _REFERENCE.finditer(value)}
+        texts = {match[0]: value_of(tree, match[1]) for match in _REFERENCE.finditer(value)}
         for reference, text in texts.items():
             if isinstance(text, str | int | float):
                 value = value.replace(reference, str(text))[:10_000]
@@ -197,26 +196,21 @@ def _without_unset(tree: Tree, prefix: str = "") -> tuple[Tree, list[str], list[
     return kept, unset, unresolved
 
 
-def _get(tree: Mapping[str, Any], dotted: str) -> Any:
-    """Returns the value of a dotted key, or None."""
+def _is_free(tree: Mapping[str, Any], dotted: str) -> bool:
+    """Returns whether nothing is set at a dotted key, nor in the place of a section around it."""
     value: Any = tree
     for part in dotted.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+        if value is not None and not isinstance(value, dict):
+            return False
+        value = (value or {}).get(part)
+    return value is None
 
 
 def _set(tree: Tree, dotted: str, value: Any) -> None:
     """Sets the value of a dotted key."""
     *path, last = dotted.split(".")
     for part in path:
-        inner = tree.get(part)
-        tree[part] = inner if isinstance(inner, dict) else {}
+        if tree.get(part) is None:
+            tree[part] = {}
         tree = tree[part]
     tree[last] = value
-
-
-def has_key(tree: Mapping[str, Any], dotted: str) -> bool:
-    """Returns whether a tree has a dotted key with a value; `section.` is a key of any value that is a section."""
-    if dotted.endswith("."):
-        return is_section(_get(tree, dotted[:-1]))
-    return _get(tree, dotted) is not None

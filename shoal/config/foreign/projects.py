@@ -6,14 +6,18 @@ from collections.abc import Mapping
 
 from shoal.config.foreign.accelerate import ACCELERATE
 from shoal.config.foreign.axolotl import AXOLOTL
+from shoal.config.foreign.guide import is_guide
 from shoal.config.foreign.lightning_cli import LIGHTNING
 from shoal.config.foreign.llama_factory import LLAMA_FACTORY
-from shoal.config.foreign.project import Project, has_key
+from shoal.config.foreign.project import Project
+from shoal.config.foreign.recognise import recognise
 from shoal.config.foreign.torchtune import TORCHTUNE
 from shoal.config.yaml import Tree
 from shoal.errors import UserError
 
-PROJECTS: Mapping[str, Project] = {project.name: project for project in (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TORCHTUNE, LIGHTNING)}
+PROJECTS: Mapping[str, Project] = {
+    project.name: project for project in (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TORCHTUNE, LIGHTNING)
+}
 """The projects by the name after `--from`."""
 
 
@@ -26,14 +30,11 @@ def find_project(tree: Tree, file_name: str, name: str | None = None) -> Project
         return PROJECTS[name]
     if "recipe" in tree:
         raise UserError(f"{file_name}: it has the key recipe, so it is a config of shoal; use it as it is")
-    found = [
-        project
-        for project in PROJECTS.values()
-        if any(all(has_key(tree, key) for key in group) for group in project.signs)
-    ]
+    found = recognise(tree)
+    if not found and is_guide(tree):
+        raise UserError(f"{file_name}: it is in Hugging Face's words, which shoal reads as they are; use it as it is")
     if not found:
         raise UserError(f"{file_name}: not recognised as a file of {names}; if it is one, say so with --from")
     if len(found) > 1:
-        choices = " or ".join(project.name for project in found)
-        raise UserError(f"{file_name}: it could be a file of {choices}; say which with --from")
-    return found[0]
+        raise UserError(f"{file_name}: it could be a file of {' or '.join(found)}; say which with --from")
+    return PROJECTS[found[0]]

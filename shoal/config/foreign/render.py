@@ -25,8 +25,9 @@ def render(translation: Translation, file_name: str, order: Sequence[str]) -> st
         keys = ", ".join(translation.placeholders)
         lines += _comment(f"Replace what is marked as PLACEHOLDER before you train: {keys}.")
     if translation.translated.refused:
-        keys = ", ".join(printable(remark.key) for remark in translation.translated.refused)
-        lines += _comment(f"Without a counterpart, see the end: {keys}.")
+        keys = [printable(remark.key) for remark in translation.translated.refused]
+        more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
+        lines += _comment(f"Without a counterpart, see the end: {', '.join(keys[:12])}{more}.")
     rows = [*_rows(_ordered(translation.tree, order), translation, set())]
     width = min(48, max((len(left) for left, _ in rows), default=0))
     lines += [f"{left:<{width}}  # {right}" if right else left for left, right in rows]
@@ -81,7 +82,9 @@ def _origin(dotted: str, translation: Translation) -> str:
     """Returns where a value of ours comes from."""
     if dotted in translation.placeholders:
         return f"PLACEHOLDER: {translation.placeholders[dotted].why}"
-    inside = (name for key, names in translation.translated.origins.items() if key.startswith(f"{dotted}.") for name in names)
+    inside = (
+        name for key, names in translation.translated.origins.items() if key.startswith(f"{dotted}.") for name in names
+    )
     names = [*translation.translated.origins.get(dotted, inside)]
     stated = [printable(name) for name in names if name not in translation.defaults]
     defaults = [f"{translation.project.title}'s default of {name}" for name in names if name in translation.defaults]
@@ -93,7 +96,9 @@ def _list(title: str, remarks: Sequence[Remark]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for remark in remarks:
         inside = leaves(remark.value) if is_section(remark.value) and remark.value else ()
-        values: Mapping[str, Any] = {f"{remark.key}.{key}": value for key, value in inside} or {remark.key: remark.value}
+        values: Mapping[str, Any] = {f"{remark.key}.{key}": value for key, value in inside} or {
+            remark.key: remark.value
+        }
         for key, value in values.items():
             text = format_value(value)
             shown = text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"

@@ -27,7 +27,16 @@ OPTIMIZERS = {
 _SHORT = {path.rpartition(".")[2]: ours for path, ours in OPTIMIZERS.items() if path.startswith("torch.optim")}
 DECAYS = {"adamw": 0.01, "adamw_8bit": 0.01, "paged_adamw_8bit": 0.01, "paged_adamw_32bit": 0.01, "muon": 0.1}
 """The weight decay of a class that is built without one. All others have none."""
-RATES = {"sgd": 1e-3, "adagrad": 1e-2, "adadelta": 1.0, "nadam": 2e-3, "adamax": 2e-3, "rmsprop": 1e-2, "asgd": 1e-2, "adafactor": 1e-2}
+RATES = {
+    "sgd": 1e-3,
+    "adagrad": 1e-2,
+    "adadelta": 1.0,
+    "nadam": 2e-3,
+    "adamax": 2e-3,
+    "rmsprop": 1e-2,
+    "asgd": 1e-2,
+    "adafactor": 1e-2,
+}
 """The learning rate of a class that is built without one. All others have 1e-3."""
 _DECAYED = "Of all parameters there; here of matrices alone, not of norms, biases and embeddings."
 _OFF = "it is off anyway"

@@ -146,7 +146,9 @@ def _precision(value: Any, tree: Section) -> Any:
 def _activation_checkpointing(value: Any, tree: Section) -> Any:
     on, offload = (tree.get(f"enable_activation_{kind}") for kind in ("checkpointing", "offloading"))
     if not on:
-        return Refused("only activations of recomputed blocks are offloaded") if offload and value is offload else "none"
+        return (
+            Refused("only activations of recomputed blocks are offloaded") if offload and value is offload else "none"
+        )
     return {"mode": "full", "offload": True} if offload else "full"
 
 
@@ -198,7 +200,9 @@ def _schedule(value: Any, section: Section) -> Any:
 
 def _logger(value: Any, section: Section) -> Any:
     known = {
-        "WandBLogger": {"logging.wandb": {key: section[key] for key in ("project", "entity") if key in section} or True},
+        "WandBLogger": {
+            "logging.wandb": {key: section[key] for key in ("project", "entity") if key in section} or True
+        },
         "TensorBoardLogger": {"logging.tensorboard": True},
         "MLFlowLogger": {
             "logging.mlflow": {
@@ -230,7 +234,9 @@ def _profile(key: str, why: str = "") -> Rule:
         if key == "active_steps":
             return {"logging.profile.steps": value}
         waits = [section.get("wait_steps", 0), section.get("warmup_steps", 0)]
-        return {"logging.profile.start": sum(waits) + 1} if all(type(one) is int for one in waits) else Refused("number")
+        return (
+            {"logging.profile.start": sum(waits) + 1} if all(type(one) is int for one in waits) else Refused("number")
+        )
 
     return Rule(("logging.profile.start", "logging.profile.steps"), convert)
 
@@ -291,7 +297,8 @@ RULES: Rules = {
     },
     "dataset.packed": Rule("dataset.packing"),
     "dataset.train_on_input": Rule(
-        "dataset.loss_on", lambda value, section: {True: "all", False: "answers"}[value] if type(value) is bool else value
+        "dataset.loss_on",
+        lambda value, section: {True: "all", False: "answers"}[value] if type(value) is bool else value,
     ),
     "dataset.conversation_style": Rule(
         "dataset.format", lambda value, section: STYLES.get(str(value), Refused("shoal reads sharegpt and openai"))
@@ -387,7 +394,6 @@ def _defaults(tree: Tree) -> dict[str, Any]:
 TORCHTUNE = Project(
     name="torchtune",
     title="torchtune",
-    signs=((f"model.{COMPONENT}",), (f"tokenizer.{COMPONENT}",), (f"checkpointer.{COMPONENT}",)),
     rules=RULES,
     recipe="text_lora",
     prepare=_prepare,
