@@ -6,6 +6,7 @@ Files in Hugging Face's words are translated first, each on its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,9 @@ class Layer(NamedTuple):
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> Layer:
     """Returns a file, its bases and the overrides in one."""
-    command_line = merge_layers(map(_parse_override, overrides))
+    parsed = [_parse_override(override) for override in overrides]
+    tree: Tree = reduce(merge, (layer.tree for layer in parsed), {})  # one layer, in which alternatives contradict
+    command_line = Layer(tree, {key: source for layer in parsed for key, source in layer.sources.items()})
     return merge_layers([*read_with_bases(path), command_line])
 
 
