@@ -19,8 +19,8 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="PROJECT",
-        help="The project that the file belongs to: accelerate, axolotl, llama_factory, torchtune or lightning. Default: "
-        "it is recognised by its keys.",
+        help="The project that the file belongs to: accelerate, axolotl, llama_factory, torchtune or lightning. "
+        "Default: it is recognised by its keys.",
         show_default=False,
     ),
 ]

@@ -6,6 +6,7 @@ Files in Hugging Face's words are translated first, each on its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -37,8 +38,14 @@ class Layer(NamedTuple):
 
 def read_with_overrides(path: Path, overrides: Sequence[str]) -> Layer:
     """Returns a file, its bases and the overrides in one."""
-    command_line = merge_layers(map(parse_override, overrides))
-    return merge_layers([*read_with_bases(path), command_line])
+    return merge_layers([*read_with_bases(path), read_overrides(overrides)])
+
+
+def read_overrides(overrides: Sequence[str]) -> Layer:
+    """Returns overrides such as `training.max_steps=5` as one layer, in which alternatives contradict."""
+    parsed = [_parse_override(override) for override in overrides]
+    tree: Tree = reduce(merge, (layer.tree for layer in parsed), {})
+    return Layer(tree, {key: source for layer in parsed for key, source in layer.sources.items()})
 
 
 def read_with_bases(path: Path) -> list[Layer]:
@@ -108,7 +115,7 @@ def _read_with_bases(path: Path, extended_by: tuple[Path, ...], files: Iterator[
     yield tree, sources
 
 
-def parse_override(override: str) -> Layer:
+def _parse_override(override: str) -> Layer:
     """Returns `training.max_steps=5` as a tree."""
     key, equals, text = override.partition("=")
     key = key.strip()  # "training.max_steps = 5"

@@ -126,8 +126,9 @@ def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str 
 
 
 def source_of(dotted: str, sources: Sources) -> str:
-    """Returns where a key was set. The short form `optimizer: sgd` sets `optimizer.name`."""
-    return sources.get(dotted) or sources.get(dotted.removesuffix(".name")) or DEFAULT
+    """Returns where a key was set. The short form `optimizer: sgd` sets `optimizer.name`, others a mode or method."""
+    section, _, key = dotted.rpartition(".")
+    return sources.get(dotted) or (sources.get(section) if key in ("name", "mode", "method") else None) or DEFAULT
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:

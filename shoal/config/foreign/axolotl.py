@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from shoal.config.foreign.accelerate import fsdp_rules
-from shoal.config.foreign.conversions import epochs, half, is_number, only, whole
+from shoal.config.foreign.conversions import epochs, half, is_number, only
 from shoal.config.foreign.llama_factory import FSDP, OPTIMIZER, attention, refuse_preferences, share, template
 from shoal.config.foreign.names import SCHEDULES, optimizer, schedule
 from shoal.config.foreign.project import Placeholder, Project, columns

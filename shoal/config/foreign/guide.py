@@ -158,9 +158,9 @@ LORA: Rules = {
 """Rules by the keys of the section `lora`, whose other keys are PEFT's own."""
 
 DATASET: Rules = {
-    **dict.fromkeys(("dataset_name", "name", "path", "train_path", "data_path"), Rule("dataset.train_file")),
+    **dict.fromkeys(("dataset_name", "train_path", "data_path"), Rule("dataset.train_file")),
     **dict.fromkeys(("validation_file", "eval_path", "val_file"), Rule("dataset.eval_file")),
-    **dict.fromkeys(("max_length", "model_max_length", "max_seq_len", "seq_length"), Rule("dataset.max_seq_length")),
+    **dict.fromkeys(("max_length", "model_max_length", "max_seq_len"), Rule("dataset.max_seq_length")),
 }
 """Rules by the keys of the section `dataset`, whose other keys are those of the recipe text_lora."""
 
@@ -215,7 +215,8 @@ def from_guide(tree: Tree, sources: Sources) -> tuple[Tree, Sources, tuple[Remar
     """Returns a guide in our words, and its keys that change nothing. Raises UserError for the first that shoal cannot
     follow."""
     as_they_are = {f"{key}.*": Rule(f"{key}.*") for key in tree}
-    result = translate(tree, sources, {**as_they_are, **RULES})
+    words = {name: WORDS[name] for name in ("fsdp", "deepspeed") if name in tree and not is_section(tree[name])}
+    result = translate(tree, sources, {**as_they_are, **RULES, **words})
     if result.refused:
         raise UserError(str(result.refused[0]) + (f" (and {len(more)} more)" if (more := result.refused[1:]) else ""))
     return result.tree, result.sources, result.idle

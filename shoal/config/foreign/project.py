@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.config.foreign.recognise import has_key, value_of
 from shoal.config.foreign.rules import Remark, Rules, Translated, translate
-from shoal.config.overrides import COMMAND_LINE, Layer, merge_layers, parse_override
+from shoal.config.overrides import COMMAND_LINE, Layer, merge_layers, read_overrides
 from shoal.config.yaml import Sources, Tree, find_leaves, is_section
 
 NOT_RESOLVED = "the reference is not resolved here; write its value"
@@ -75,7 +75,7 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     for key, value in defaults.items():
         _set(kept, key, value)
     sources = {**sources, **dict.fromkeys(defaults, f"{project.title}'s default")}
-    command_line = merge_layers(map(parse_override, overrides))
+    command_line = read_overrides(overrides)
     rules = {**project.rules, **project.recipe_rules} if "recipe" in command_line.tree else project.rules
     translated = translate(kept, sources, rules)
     remarks = [Remark(key, value, sources.get(key, ""), NOT_RESOLVED) for key, value in unresolved]

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.config.yaml import Sources, Tree, find_leaves, is_section, named
-from shoal.errors import UserError, printable
+from shoal.errors import UserError, one_line, printable
 
 UNKNOWN = "shoal does not know it"
 """The reason for a key that is in no table."""
@@ -85,7 +85,7 @@ class Remark:
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        return f"{printable(self.key)[:300]}{where} = {self.value!r:.200}: {self.why}"
+        return f"{printable(self.key)[:300]}{where} = {self.value!r:.200}: {one_line(self.why, 600)}"
 
 
 @dataclass(frozen=True)

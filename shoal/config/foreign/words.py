@@ -116,7 +116,9 @@ WORDS: Rules = {
         "dataset.pin_memory",
         lambda value, section: Idle("memory is pinned if there is a GPU") if value is True else value,
     ),
-    "dataloader_drop_last": Rule("dataset.drop_last"),
+    "dataloader_drop_last": Rule(
+        "dataset.drop_last", why="At the end of the run alone: batches continue across epochs."
+    ),
     "dataloader_persistent_workers": Rule("dataset.persistent_workers"),
     "dataloader_prefetch_factor": Rule("dataset.prefetch"),
     # Processes
