@@ -33,16 +33,25 @@ SHARDING: Mapping[str, Any] = {
 SIDES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
-def _sides(tree: Section) -> dict[str, int]:
-    """Returns the sizes of the mesh in `parallelism_config`, those above 1."""
-    given = section_of(tree, "parallelism_config")
-    sizes = {side: given.get(f"parallelism_config_{side}_size") for side in SIDES}
-    return {side: size for side, size in sizes.items() if isinstance(size, int) and size > 1}
+def above_one(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sides of a mesh that have more than one rank."""
+    return {side: size for side, size in sizes.items() if type(size) is int and size > 1}
+
+
+def needs_mesh(sizes: Mapping[str, Any]) -> bool:
+    """Returns whether these sides are more than shards over all processes, which are the strategy fsdp."""
+    return bool({*above_one(sizes)} - {"dp_shard"})
+
+
+def _sides(parallelism: Section) -> dict[str, Any]:
+    """Returns the sides of the mesh in the section `parallelism_config`."""
+    return {side: parallelism.get(f"parallelism_config_{side}_size") for side in SIDES}
 
 
 def _strategy(value: Any, tree: Section) -> Any:
     strategy = by_name(STRATEGIES)(value, tree)
-    return "mesh" if strategy == "fsdp" and {"cp", "tp"} & {*_sides(tree)} else strategy
+    sizes = _sides(section_of(tree, "parallelism_config"))
+    return "mesh" if strategy == "fsdp" and needs_mesh(sizes) else strategy
 
 
 def _processes(value: Any, tree: Section) -> Any:
@@ -54,9 +63,7 @@ def _processes(value: Any, tree: Section) -> Any:
 
 def _side(side: str) -> Rule:
     def convert(value: Any, section: Section) -> Any:
-        sizes = _sides({"parallelism_config": section})
-        needs_mesh = bool({"cp", "tp"} & set(sizes)) or len(sizes) > 1
-        return value if needs_mesh else Idle("distributed.fsdp shards over all processes")
+        return value if needs_mesh(_sides(section)) else Idle("distributed.fsdp shards over all processes")
 
     return Rule(f"distributed.mesh.{side}", convert)
 

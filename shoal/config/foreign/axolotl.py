@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from shoal.config.foreign.accelerate import fsdp_rules
-from shoal.config.foreign.conversions import epochs, half, is_number, only
+from shoal.config.foreign.accelerate import above_one, fsdp_rules, needs_mesh
+from shoal.config.foreign.conversions import epochs, half, only
 from shoal.config.foreign.llama_factory import FSDP, OPTIMIZER, attention, refuse_preferences, share, template
 from shoal.config.foreign.names import SCHEDULES, optimizer, schedule
 from shoal.config.foreign.project import Placeholder, Project, columns
@@ -209,25 +209,26 @@ def _recompute(value: Any, tree: Section) -> Any:
     return {"mode": "full", "offload": True} if is_offloaded else "full" if given is True else given
 
 
+def _sizes(tree: Section) -> dict[str, Any]:
+    return {ours: tree[key] for key, ours in SIDES.items() if key in tree}
+
+
 def _side(side: str) -> Rule:
     def convert(value: Any, tree: Section) -> Any:
-        sizes = {ours: tree[key] for key, ours in SIDES.items() if type(tree.get(key)) is int and tree[key] > 1}
-        if len(sizes) < 2 and not {"tp", "cp"} & {*sizes}:
+        sizes = _sizes(tree)
+        if not needs_mesh(sizes):
             return Idle("weights are sharded over all processes")
-        strategy = {"distributed.strategy": "mesh"} if {"tp", "cp"} & {*sizes} else {}
         why = "The mesh needs so many processes; on several machines give launch.nodes, too."
-        processes = Noted(prod(sizes.values()), why)
-        return {**strategy, f"distributed.mesh.{side}": value, "launch.procs_per_node": processes}
+        processes = Noted(prod(above_one(sizes).values()), why)
+        mesh = {"distributed.strategy": "mesh", f"distributed.mesh.{side}": value}
+        return {**mesh, "launch.procs_per_node": processes}
 
     return Rule(("distributed.strategy", f"distributed.mesh.{side}", "launch.procs_per_node"), convert)
 
 
 def _fsdp(value: Any, tree: Section) -> Any:
     made = FSDP.convert(value, tree) if FSDP.convert else value
-    sizes = [tree.get(key) for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")]
-    if isinstance(made, dict) and any(is_number(size) and size > 1 for size in sizes):
-        made["distributed.strategy"] = "mesh"
-    return made
+    return {**made, "distributed.strategy": "mesh"} if isinstance(made, dict) and needs_mesh(_sizes(tree)) else made
 
 
 def _wandb(key: str) -> Convert:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.config.foreign.accelerate import needs_mesh
 from shoal.config.foreign.conversions import only
 from shoal.config.foreign.project import Placeholder, Project, section_of
-from shoal.config.foreign.rules import Convert, Idle, Noted, Refused, Rule, Rules, idle
+from shoal.config.foreign.rules import Idle, Noted, Refused, Rule, Rules, idle
 from shoal.config.foreign.torch_names import optimizer_defaults, optimizer_rules
 from shoal.config.yaml import Tree
 
@@ -28,6 +29,12 @@ DATASETS: Mapping[str, tuple[str | None, str, bool]] = {
 STYLES = {"sharegpt": "sharegpt", "openai": "messages"}
 MODULES = {"q_proj": ["q_proj"], "k_proj": ["k_proj"], "v_proj": ["v_proj"], "output_proj": ["o_proj"]}
 MLP = ["gate_proj", "up_proj", "down_proj"]
+SIDES = {
+    "tensor_parallel_dim": "tp",
+    "context_parallel_dim": "cp",
+    "data_parallel_shard_dim": "dp_shard",
+    "data_parallel_replicate_dim": "dp_replicate",
+}
 _NO_STATE = "weights are read from the folder; shoal resumes from checkpoints of its own"
 _OFF = "it is off anyway"
 
@@ -86,18 +93,14 @@ def _entry(section: Section) -> Any:
     return [{"file": source, **changed}] if changed else source
 
 
-def _dataset(key: str) -> Convert:
-    def convert(value: Any, section: Section) -> Any:
-        component = _name(section.get(COMPONENT))
-        if component not in DATASETS and "source" not in section:
-            return Refused("shoal does not know these records; give dataset.train_file, and see docs/finetune.md")
-        return _entry(section)
-
-    return convert
+def _dataset(value: Any, section: Section) -> Any:
+    if _name(section.get(COMPONENT)) not in DATASETS and "source" not in section:
+        return Refused("shoal does not know these records; give dataset.train_file, and see docs/finetune.md")
+    return _entry(section)
 
 
 def _component(value: Any, section: Section) -> Any:
-    entry = _dataset("")(value, section)
+    entry = _dataset(value, section)
     if isinstance(entry, Refused):
         return entry
     _, shape, counts = DATASETS.get(_name(value), (None, "auto", False))
@@ -107,10 +110,6 @@ def _component(value: Any, section: Section) -> Any:
     if counts and shape != "text":
         ours["dataset.loss_on"] = "all"
     return Noted(ours, "The tokenizer's chat template renders the records; torchtune's is in its tokenizer.")
-
-
-def _evaluation(value: Any, section: Section) -> Any:
-    return _dataset("")(value, section)
 
 
 def _length(value: Any, section: Section) -> Any:
@@ -153,17 +152,12 @@ def _activation_checkpointing(value: Any, tree: Section) -> Any:
 
 
 def _on_mesh(tree: Section) -> bool:
-    return any(
-        isinstance(size, int) and size > 1
-        for size in (tree.get("tensor_parallel_dim"), tree.get("context_parallel_dim"))
-    )
+    return needs_mesh({side: tree.get(key) for key, side in SIDES.items()})
 
 
 def _side(side: str) -> Rule:
     def convert(value: Any, tree: Section) -> Any:
-        if _on_mesh(tree):
-            return {"distributed.strategy": "mesh", f"distributed.mesh.{side}": value}
-        if value in (1, -1):
+        if not _on_mesh(tree):
             return Idle("weights are sharded over all processes")
         return {"distributed.strategy": "mesh", f"distributed.mesh.{side}": value}
 
@@ -251,7 +245,6 @@ _PROFILER = {
     "active_steps": _profile("active_steps"),
     "enabled": _profile("enabled"),
     **{key: _profile(key, "it is recorded") for key in ("cpu", "cuda", "xpu", "record_shapes", "num_cycles")},
-    **{key: _profile(key, "") for key in ()},
 }
 
 
@@ -292,9 +285,7 @@ RULES: Rules = {
     },
     "tokenizer.prompt_template": Rule(why="give dataset.chat_template: a name, a Jinja file or the text of one"),
     f"dataset.{COMPONENT}": Rule(("dataset.train_file", "dataset.format", "dataset.loss_on"), _component),
-    **{
-        f"dataset.{key}": Rule("dataset.train_file", _dataset(key)) for key in ("source", "split", "data_files", "name")
-    },
+    **{f"dataset.{key}": Rule("dataset.train_file", _dataset) for key in ("source", "split", "data_files", "name")},
     "dataset.packed": Rule("dataset.packing"),
     "dataset.train_on_input": Rule(
         "dataset.loss_on",
@@ -312,7 +303,7 @@ RULES: Rules = {
     "dataset.add_eos": only(True, "the end-of-text token is added", "the end-of-text token is always added"),
     "dataset.split_across_pack": Rule(why="dataset.too_long says what happens to long samples"),
     **{
-        f"dataset_val.{key}": Rule("dataset.eval_file", _dataset(key))
+        f"dataset_val.{key}": Rule("dataset.eval_file", _dataset)
         for key in (COMPONENT, "source", "split", "data_files", "name")
     },
     "dataset_val.packed": idle("evaluation data is packed as training data is"),
@@ -339,15 +330,7 @@ RULES: Rules = {
         f"enable_activation_{kind}": Rule("training.activation_checkpointing", _activation_checkpointing)
         for kind in ("checkpointing", "offloading")
     },
-    **{
-        key: _side(side)
-        for key, side in {
-            "tensor_parallel_dim": "tp",
-            "context_parallel_dim": "cp",
-            "data_parallel_shard_dim": "dp_shard",
-            "data_parallel_replicate_dim": "dp_replicate",
-        }.items()
-    },
+    **{key: _side(side) for key, side in SIDES.items()},
     "tensor_parallel_plan.*": idle("the recipe's plan says how layers are split"),
     "fsdp_cpu_offload": _sharded("cpu_offload", root=True),
     "fsdp_reshard_after_forward": _sharded("sharding_strategy", root=True),
