@@ -13,6 +13,8 @@ from shoal.config.foreign.words import WORDS
 OTHER_WORDS: Rules = {**FSDP, **HARDWARE, **MODEL, **WORDS}
 """What other programs call our keys."""
 
+_MAX_DEPTH = 3
+
 Fields = Mapping[str, Any]
 """The keys of a section."""
 
@@ -26,10 +28,12 @@ def hint_for(key: str, prefix: str, fields: Fields, root: Fields | None, fields_
     deeper = [f"{prefix}{name}.{key}" for name, one in fields.items() if key in (fields_of(one) or {})]
     if deeper:
         return _did_you_mean(deeper)
+    known = [*_all_keys(root or {}, fields_of)]
     if (rule := OTHER_WORDS.get(key)) is not None and root is not None:
-        keys = [one for one in rule.keys if one != "distributed.strategy"]  # which the others imply
-        return _did_you_mean(keys) if keys else f"{rule.why[0].lower()}{rule.why[1:]}"
-    elsewhere = [dotted for dotted in _all_keys(root or {}, fields_of) if dotted.rpartition(".")[2] == key]
+        keys = [one for one in rule.keys if one in known and one != "distributed.strategy"]  # which the others imply
+        if keys or not rule.keys:
+            return _did_you_mean(keys) or rule.why
+    elsewhere = [dotted for dotted in known if dotted.rpartition(".")[2] == key]
     if elsewhere and fields:
         return _did_you_mean(elsewhere[:2])
     near = _short_for(key, fields) or get_close_matches(key, fields, n=1, cutoff=0.5)
@@ -47,7 +51,9 @@ def _short_for(key: str, fields: Fields) -> list[str]:
 
 
 def _all_keys(fields: Fields, fields_of: Callable[[Any], Any], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted keys of a section and of those inside of it."""
+    """Yields the dotted keys of a section and of those inside of it, as deep as our own go: a user's may be inside of
+    themselves."""
     for name, annotation in fields.items():
         yield f"{prefix}{name}"
-        yield from _all_keys(fields_of(annotation) or {}, fields_of, f"{prefix}{name}.")
+        if prefix.count(".") < _MAX_DEPTH:
+            yield from _all_keys(fields_of(annotation) or {}, fields_of, f"{prefix}{name}.")

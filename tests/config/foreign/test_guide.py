@@ -16,6 +16,7 @@ from shoal.config import Run, load_run
 from shoal.config.foreign.guide import is_guide
 from shoal.config.foreign.names import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULES, SCHEDULES
 from shoal.config.foreign.words import WORDS
+from shoal.config.from_python import run_from_python
 from shoal.config.layout import check_layout
 from shoal.config.schema_optimizers import Optimizer, Scheduler
 from shoal.config.shipped import FOLDER
@@ -151,10 +152,15 @@ def test_the_resolved_run_is_a_config_of_ours(tmp_path: Path) -> None:
 
 def test_it_may_be_extended(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: {READY}\nmodel: {{name: mine}}\nhardware: {{num_gpus: 2}}\n")
-    run = load_run(tmp_path / "mine.yaml", ["training.max_steps=5", "lora=null", "model.load_in_4bit=null"][:1])
+    run = load_run(tmp_path / "mine.yaml", ["training.max_steps=5"])
     assert (run.recipe_config.model.name, run.config.launch.procs_per_node) == ("mine", 2)
     assert (run.config.training.max_steps, run.config.training.num_epochs) == (5, None)
     assert run.recipe_config.lora.r == 64
+
+
+def test_python_takes_the_file_too(tmp_path: Path) -> None:
+    run = run_from_python(READY, None, {"training.max_steps": 5}, "shoal.train")
+    assert (run.config.recipe, run.config.training.max_steps, run.config.training.num_epochs) == ("text_lora", 5, None)
 
 
 def test_a_base_of_ours_wins_over_their_defaults(tmp_path: Path) -> None:
