@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.config.foreign.conversions import by_name, is_number, only
+from shoal.config.foreign.lightning_classes import CALLBACKS, CLASS, LOGGERS, SCHEDULE, minutes, no_logger
 from shoal.config.foreign.project import Placeholder, Project, section_of
-from shoal.config.foreign.rules import Convert, Idle, Noted, Refused, Rule, Rules, idle
+from shoal.config.foreign.rules import Idle, Noted, Refused, Rule, Rules, idle
 from shoal.config.foreign.torch_names import optimizer_defaults, optimizer_rules
 from shoal.config.yaml import Tree, is_section
 
 Section = Mapping[str, Any]
 
-CLASS = "class_path"
 PRECISIONS: Mapping[str, Any] = {
     **dict.fromkeys(("32", "32-true"), "fp32"),
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
@@ -56,7 +56,6 @@ def _strategies() -> dict[str, Any]:
 STRATEGIES = _strategies()
 _OURS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.")
 _OFF, _ANYWAY = "it is off anyway", "shoal does so anyway"
-_IN_EPOCHS = "it counts epochs, and schedules of shoal count steps; write it with steps, as docs/config.md says"
 _BY_YOUR_MODULE = "an argument of your class: a key of your recipe; give recipe=… on the command line to take it over"
 
 
@@ -156,16 +155,6 @@ def _fast(value: Any, section: Section) -> Any:
     return Idle(_OFF) if value is False else {"training.max_steps": 1 if value is True else value}
 
 
-def _time(value: Any, section: Section) -> Any:
-    parts = value if isinstance(value, dict) else {}
-    if isinstance(value, str) and value.count(":") == 3 and value.replace(":", "").isdecimal():
-        parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.split(":")), strict=True))
-    minutes = {"weeks": 10080, "days": 1440, "hours": 60, "minutes": 1, "seconds": 1 / 60}
-    if not parts or not all(key in minutes and is_number(number) for key, number in parts.items()):
-        return Refused("should be days:hours:minutes:seconds")
-    return sum(minutes[key] * number for key, number in parts.items())
-
-
 def _strategy(value: Any, section: Section) -> Any:
     return by_name(STRATEGIES, lambda name, section: Refused("shoal has no such strategy"))(value, section)
 
@@ -202,170 +191,6 @@ def _seconds(value: Any, section: Section) -> Any:
     return value
 
 
-# Callbacks and loggers
-
-
-def _metric(value: Any, section: Section) -> Any:
-    """Returns our name for the metric that a callback watches."""
-    if not isinstance(value, str):
-        return value
-    if "train" in value:
-        return Refused("metrics of evaluations decide; give one of these")
-    name = value
-    for prefix in ("validation", "valid", "val", "eval"):
-        if name.startswith((f"{prefix}_", f"{prefix}/")):
-            name = name[len(prefix) + 1 :]
-            break
-    return f"eval/{name}" if name == "loss" else Noted(f"eval/{name}", f"The recipe's metrics need one named {name}.")
-
-
-def _without_training(convert: Convert) -> Convert:
-    """Returns a conversion that leaves a callback out which watches a metric of the training."""
-
-    def made(value: Any, section: Section) -> Any:
-        refused = isinstance(_metric(section.get("monitor"), section), Refused)
-        return Refused("metrics of evaluations decide") if refused else convert(value, section)
-
-    return made
-
-
-def _delta(value: Any, section: Section) -> Any:
-    return abs(value) if is_number(value) else value
-
-
-def _keep_best(value: Any, section: Section) -> Any:
-    if value == -1:
-        return Refused("every checkpoint would be kept; use checkpoint.keep_every")
-    return value if section.get("monitor") else Idle("without monitor only the last checkpoint is kept")
-
-
-def _wandb(value: Any, section: Section) -> Any:
-    ours = {key: section[key] for key in ("project", "entity") if key in section}
-    return {**ours, **({"mode": "offline"} if section.get("offline") is True else {})} or True
-
-
-def _mlflow(value: Any, section: Section) -> Any:
-    names = {"experiment_name": "experiment", "tracking_uri": "tracking_uri"}
-    return {ours: section[key] for key, ours in names.items() if key in section} or True
-
-
-def _no_logger(value: Any, section: Section) -> Any:
-    return {"logging.tensorboard": value} if isinstance(value, bool) else Refused("shoal has no such logger")
-
-
-_CHECKPOINT: Rules = {
-    CLASS: idle("a run always saves checkpoints; the section checkpoint has the options"),
-    "monitor": Rule("checkpoint.metric", _metric),
-    "mode": Rule("checkpoint.mode", _without_training(lambda value, section: value)),
-    "save_top_k": Rule("checkpoint.keep_best", _without_training(_keep_best)),
-    "save_last": idle("the last checkpoints are always kept"),
-    "every_n_train_steps": Rule("checkpoint.every", lambda value, section: value if value else Idle("it is not set")),
-    "every_n_epochs": Rule("checkpoint.every_epochs"),
-    "dirpath": idle("checkpoints are in checkpoints/ of experiment.output_dir"),
-    "filename": idle("checkpoints are named by their step"),
-    "auto_insert_metric_name": idle("checkpoints are named by their step"),
-    "verbose": idle("the log says when a checkpoint is saved"),
-    "save_weights_only": only(False, _ANYWAY, "a checkpoint has all that a run needs to resume"),
-    "save_on_train_epoch_end": idle("a step whose evaluation is among the best is saved at once"),
-}
-_STOPPING: Rules = {
-    CLASS: idle("it is in the section callbacks"),
-    "monitor": Rule("callbacks.early_stopping.metric", _metric),
-    "mode": Rule("callbacks.early_stopping.mode", _without_training(lambda value, section: value)),
-    "patience": Rule("callbacks.early_stopping.patience", _without_training(lambda value, section: value)),
-    "min_delta": Rule("callbacks.early_stopping.min_delta", _without_training(_delta)),
-    "verbose": idle("the log says why a run ended"),
-    "strict": only(True, "a metric that is missing is refused", "a metric that is missing is refused"),
-    "check_finite": idle("a run stops after training.max_skipped_steps updates that are not finite"),
-}
-_LOGGERS: Rules = {
-    f"TensorBoardLogger.{CLASS}": Rule("logging.tensorboard", lambda value, section: True),
-    f"CSVLogger.{CLASS}": Rule("logging.jsonl", lambda value, section: True),
-    **{f"WandbLogger.{key}": Rule("logging.wandb", _wandb) for key in (CLASS, "project", "entity", "offline")},
-    **{f"MLFlowLogger.{key}": Rule("logging.mlflow", _mlflow) for key in (CLASS, "experiment_name", "tracking_uri")},
-    **{
-        f"{name}.{key}": idle("logs are in experiment.output_dir")
-        for name in ("TensorBoardLogger", "CSVLogger", "WandbLogger", "MLFlowLogger")
-        for key in ("save_dir", "name", "version", "prefix", "default_hp_metric", "sub_dir", "id")
-    },
-    "TensorBoardLogger.log_graph": only(False, _OFF, "the graph is not logged"),
-    "WandbLogger.log_model": only(False, _OFF, "a run uploads no checkpoints; see shoal checkpoint export --push"),
-    "*": Rule(why="shoal has TensorBoard, metrics.jsonl, Weights & Biases and MLflow"),
-}
-_SHOWN = ("RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary", "LearningRateMonitor")
-_CALLBACKS: Rules = {
-    **{f"ModelCheckpoint.{key}": rule for key, rule in _CHECKPOINT.items()},
-    **{f"EarlyStopping.{key}": rule for key, rule in _STOPPING.items()},
-    **{f"{name}.*": idle("the console and the log show it") for name in _SHOWN},
-    **{f"{name}.{key}": idle("the console and the log show it") for name in _SHOWN for key in (CLASS,)},
-    "Timer.duration": Rule("callbacks.time_limit.minutes", _time),
-    f"Timer.{CLASS}": idle("it is in the section callbacks"),
-    "GradientAccumulationScheduler.scheduling": Rule("training.gradient_accumulation"),
-    f"GradientAccumulationScheduler.{CLASS}": idle("training.gradient_accumulation is a schedule by epoch"),
-    "*": Rule(why="a callback that shoal does not have; write it as one of shoal's: docs/callbacks.md"),
-}
-
-# Learning rate
-
-
-def _plateau(section: Section) -> dict[str, Any]:
-    metric = _metric(section.get("monitor", "val_loss"), section)
-    metric = metric.value if isinstance(metric, Noted) else metric
-    options = {key: section[key] for key in ("mode", "factor", "patience", "threshold") if key in section}
-    return {"name": "plateau", **({} if metric == "eval/loss" else {"metric": metric}), **options}
-
-
-def _schedule(value: Any, section: Section) -> Any:
-    name = str(section.get(CLASS)).rpartition(".")[2]
-    if name == "CosineAnnealingLR":
-        return Noted("cosine", "It falls to 0 over the whole run here, and over T_max epochs there.")
-    if name == "PolynomialLR":
-        power = section.get("power", 1.0)
-        return Noted({"name": "polynomial", "power": power}, "It falls over the whole run here, there in total_iters.")
-    if name == "OneCycleLR":
-        keys = ("pct_start", "div_factor", "final_div_factor")
-        return {"name": "one_cycle", **{key: section[key] for key in keys if key in section}}
-    if name == "ReduceLROnPlateau":
-        return _plateau(section)
-    if value == "none":
-        return "constant"
-    return Refused(_IN_EPOCHS if name in _STEPPED else "shoal has no such schedule; see training.lr_scheduler")
-
-
-_STEPPED = ("StepLR", "MultiStepLR", "ExponentialLR", "LinearLR", "CosineAnnealingWarmRestarts")
-
-
-def _option(*names: str) -> Convert:
-    """Returns the conversion of an option that these schedules have."""
-
-    def convert(value: Any, section: Section) -> Any:
-        name = str(section.get(CLASS)).rpartition(".")[2]
-        return _schedule(value, section) if name in names else Refused(_IN_EPOCHS)
-
-    return convert
-
-
-_SCHEDULE: Rules = {
-    CLASS: Rule("training.lr_scheduler", _schedule),
-    "T_max": idle("it falls over the whole run"),
-    "total_iters": idle("it falls over the whole run"),
-    "total_steps": idle("it is the number of steps of the run"),
-    "eta_min": only(0, "it falls to 0", "give it as training.lr_scheduler.min_ratio, a fraction of the first rate"),
-    "power": Rule("training.lr_scheduler", _option("PolynomialLR")),
-    "max_lr": Rule("training.learning_rate"),
-    **{
-        key: Rule("training.lr_scheduler", _option("OneCycleLR"))
-        for key in ("pct_start", "div_factor", "final_div_factor")
-    },
-    **{
-        key: Rule("training.lr_scheduler", _option("ReduceLROnPlateau"))
-        for key in ("monitor", "mode", "factor", "patience", "threshold")
-    },
-    "threshold_mode": only("rel", "a threshold is a fraction of the best", "a threshold is a fraction of the best"),
-    "verbose": idle("the learning rate is in the log"),
-    "*": Rule(why=_IN_EPOCHS),
-}
-
 _LOADER = {
     **dict.fromkeys(("batch_size", "train_batch_size"), Rule("training.batch_size")),
     **dict.fromkeys(("val_batch_size", "eval_batch_size"), Rule("training.eval_batch_size")),
@@ -394,7 +219,7 @@ TRAINER: Rules = {
     ),
     "max_epochs": Rule("training.num_epochs", _epochs),
     "max_steps": Rule("training.max_steps", _end),
-    "max_time": Rule("callbacks.time_limit.minutes", _time),
+    "max_time": Rule("callbacks.time_limit.minutes", minutes),
     **{
         key: Rule((), lambda value, section: Idle(_ANYWAY) if value in (0, 1, -1) else Refused("only the end is set"))
         for key in ("min_epochs", "min_steps")
@@ -462,9 +287,9 @@ TRAINER: Rules = {
     "strategy.process_group_backend": Rule("distributed.backend"),
     "strategy.timeout": Rule("distributed.timeout", _seconds),
     "strategy.*": Rule(why="shoal's strategies have no such option"),
-    "logger": Rule(("logging.tensorboard",), _no_logger),
-    **{f"logger.{key}": rule for key, rule in _LOGGERS.items()},
-    **{f"callbacks.{key}": rule for key, rule in _CALLBACKS.items()},
+    "logger": Rule(("logging.tensorboard",), no_logger),
+    **{f"logger.{key}": rule for key, rule in LOGGERS.items()},
+    **{f"callbacks.{key}": rule for key, rule in CALLBACKS.items()},
     "profiler": Rule(why="give logging.profile: {start: …, steps: …}, which records with torch.profiler"),
     "profiler.*": Rule(why="give logging.profile: {start: …, steps: …}, which records with torch.profiler"),
 }
@@ -478,7 +303,7 @@ RULES: Rules = {
     ),
     **{f"trainer.{key}": rule for key, rule in TRAINER.items()},
     **optimizer_rules("optimizer.", CLASS),
-    **{f"lr_scheduler.{key}": rule for key, rule in _SCHEDULE.items()},
+    **{f"lr_scheduler.{key}": rule for key, rule in SCHEDULE.items()},
     **{f"data.{prefix}{key}": rule for prefix in ("", "init_args.") for key, rule in _LOADER.items()},
     f"model.{CLASS}": Rule(why="write a recipe around your module: its model, its data and its loss; docs/recipes.md"),
     f"data.{CLASS}": Rule(why="train_data and eval_data of a recipe return datasets; docs/recipes.md"),
