@@ -44,6 +44,10 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         message = "should be true or false"
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
+    # Of a contradiction in a section, `key = value: …`, name the key, which may have been written in other words.
+    key = message.partition(" = ")[0]
+    if isinstance(value, dict) and (dotted := ".".join([*keys, key])) in sources:
+        return f"{named(dotted, sources)}{one_line(message, 600)[len(key) :]}"
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"
     return f"{name}{shown}: {message[0].lower()}{one_line(message, 600)[1:]}"
 

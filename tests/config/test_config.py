@@ -275,7 +275,10 @@ def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
         ("recipe: bdh\ntraining: {max_steps: true}\n", ["training.max_steps", "True"]),
         ("recipe: bdh\ntraining: {max_steps: 5, learning_rate: fast}\n", ["training.learning_rate", "'fast'"]),
         ("recipe: bdh\ntraining: {max_steps: 5, mixed_precision: fp15}\n", ["mixed_precision", "fp15", "bf16"]),
-        ("recipe: bdh\ntraining: {max_steps: 5, num_epochs: 2}\n", ["max_steps", "num_epochs"]),
+        (
+            "recipe: bdh\ntraining: {max_steps: 5, num_epochs: 2}\n",
+            ["training.max_steps (", "run.yaml:2) = 5 and num_epochs"],
+        ),
         ("recipe: bdh\n", ["training"]),
         ("recipe: bdh\ntraining: {learning_rate: 1e-3}\n", ["max_steps or num_epochs"]),
         ("recipe: bdh\ntraining: 5\n", ["training", "5", "section"]),

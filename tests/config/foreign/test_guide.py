@@ -62,7 +62,7 @@ def training(folder: Path, **words: Any) -> dict[str, Any]:
 # The ready file: for every key another value, and the keys of ours that change with it.
 CHANGES: dict[str, tuple[Any, set[str] | str]] = {
     "model.name": ("other/model", {"model.name", "dataset.tokenizer"}),
-    "model.load_in_4bit": (False, "model.bnb_4bit_compute_dtype"),
+    "model.load_in_4bit": (False, {"model.load_in_4bit"}),
     "model.bnb_4bit_quant_type": ("fp4", {"model.bnb_4bit_quant_type"}),
     "model.bnb_4bit_use_double_quant": (False, {"model.bnb_4bit_use_double_quant"}),
     "model.bnb_4bit_compute_dtype": ("float32", {"model.bnb_4bit_compute_dtype"}),
@@ -72,7 +72,15 @@ CHANGES: dict[str, tuple[Any, set[str] | str]] = {
     "lora.target_modules": (["q_proj"], {"lora.target_modules"}),
     "lora.bias": ("all", {"lora.bias"}),
     "lora.task_type": ("SEQ_CLS", "lora.task_type"),
-    "fsdp.enabled": (False, {"distributed.strategy", "training.activation_checkpointing.mode"}),
+    "fsdp.enabled": (
+        False,
+        {
+            "distributed.strategy",
+            "distributed.fsdp.auto_wrap_policy",
+            "distributed.fsdp.forward_prefetch",
+            "training.activation_checkpointing.mode",
+        },
+    ),
     "fsdp.sharding_strategy": ("SHARD_GRAD_OP", {"distributed.fsdp.sharding_strategy"}),
     "fsdp.cpu_offload": (True, {"distributed.fsdp.cpu_offload"}),
     "fsdp.mixed_precision": ("fp16", "fsdp.mixed_precision"),
@@ -410,9 +418,9 @@ def test_values_that_shoal_does_not_have(tmp_path: Path, words: dict[str, Any], 
 
 def test_what_fully_shard_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
     post = refuse(tmp_path, guide(fsdp={"enabled": True, "backward_prefetch": "BACKWARD_POST"}))
-    assert "backward_prefetch = BACKWARD_POST: torch's fully_shard always gathers the next unit before" in post
+    assert "as fsdp.backward_prefetch) = BACKWARD_POST: torch's fully_shard always gathers the next unit before" in post
     unlimited = refuse(tmp_path, guide(fsdp={"enabled": True, "limit_all_gathers": False}))
-    assert "limit_all_gathers = false: torch's fully_shard always frees a unit before" in unlimited
+    assert "as fsdp.limit_all_gathers) = false: torch's fully_shard always frees a unit before" in unlimited
 
 
 def test_other_spellings_of_sections(tmp_path: Path) -> None:
