@@ -347,7 +347,8 @@ def project_tables() -> str:
             if WORDS.get(word) is not rule:
                 words.setdefault((_code(rule.keys), _remark(rule)), []).append(word)
         rows = "".join(f"| {_code(names)} | {ours} | {why} |\n" for (ours, why), names in words.items())
-        more = "\nAnd the words of [Hugging Face](other_configs.md).\n" if {*WORDS} & {*project.rules} else ""
+        shares = any(project.rules.get(word) is rule for word, rule in WORDS.items())
+        more = "\nAnd the words of [Hugging Face](other_configs.md).\n" if shares else ""
         text += f"\n## {project.title}\n{more}\n| theirs | ours | |\n| --- | --- | --- |\n{rows}"
     return text
 
