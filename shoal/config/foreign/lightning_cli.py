@@ -98,7 +98,7 @@ def _prepare(tree: Tree) -> Tree:
         named = {key: _by_class(trainer[key]) for key in ("callbacks", "logger") if key in trainer}
         flat = {key: _flat(trainer[key]) for key in ("strategy", "profiler") if key in trainer}
         trainer = {**trainer, **named, **flat}
-    parts = {key: _flat(tree[key]) for key in ("optimizer", "lr_scheduler") if key in tree}
+    parts: Tree = {key: _flat(tree[key]) for key in ("optimizer", "lr_scheduler") if key in tree}
     return {**tree, **({"trainer": trainer} if "trainer" in tree else {}), **parts}
 
 
@@ -125,7 +125,7 @@ def _end(value: Any, section: Section) -> Any:
 def _epochs(value: Any, section: Section) -> Any:
     if value == -1:
         return Idle("the run ends otherwise")
-    steps = section.get("max_steps")
+    steps: Any = section.get("max_steps")
     if is_number(steps) and steps > 0:
         return Refused("the run ends after training.max_steps; Lightning would end it at the first of both")
     return value
@@ -314,7 +314,7 @@ RULES: Rules = {
 
 def _defaults(tree: Tree) -> dict[str, Any]:
     trainer = section_of(tree, "trainer")
-    ends = [trainer.get(key) for key in ("max_epochs", "max_steps")]
+    ends: list[Any] = [trainer.get(key) for key in ("max_epochs", "max_steps")]
     optimizer = section_of(tree, "optimizer")
     keeps_best = bool(section_of(section_of(trainer, "callbacks"), "ModelCheckpoint").get("monitor"))
     return {

@@ -83,8 +83,8 @@ def translate_project(tree: Tree, sources: Sources, project: Project, overrides:
     translated = _with_overrides(translated, command_line)
     if project.recipe is not None:
         translated.tree.setdefault("recipe", project.recipe)
-    if is_section(callbacks := translated.tree.get("callbacks")):  # rules set them by name, and a config has a list
-        translated.tree["callbacks"] = [{"name": name, **options} for name, options in callbacks.items()]
+    if callbacks := section_of(translated.tree, "callbacks"):  # rules set them by name, and a config has a list
+        translated.tree["callbacks"] = [{"name": name, **section_of(callbacks, name)} for name in callbacks]
     placeholders = {
         key: placeholder
         for key, placeholder in project.missing(translated.tree).items()

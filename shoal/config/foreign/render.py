@@ -25,9 +25,9 @@ def render(translation: Translation, file_name: str, order: Sequence[str]) -> st
         keys = ", ".join(translation.placeholders)
         lines += _comment(f"Replace what is marked as PLACEHOLDER before you train: {keys}.")
     if translation.translated.refused:
-        keys = [printable(remark.key) for remark in translation.translated.refused]
-        more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
-        lines += _comment(f"Without a counterpart, see the end: {', '.join(keys[:12])}{more}.")
+        refused = [printable(remark.key) for remark in translation.translated.refused]
+        more = f" and {len(refused) - 12} more" if len(refused) > 12 else ""
+        lines += _comment(f"Without a counterpart, see the end: {', '.join(refused[:12])}{more}.")
     rows = [*_rows(_ordered(translation.tree, order), translation, set())]
     width = min(48, max((len(left) for left, _ in rows), default=0))
     lines += [f"{left:<{width}}  # {right}" if right else left for left, right in rows]

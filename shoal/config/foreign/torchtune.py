@@ -360,7 +360,7 @@ RULES: Rules = {
 def _prepare(tree: Tree) -> Tree:
     """Writes nulls that mean something as a text."""
     tokenizer = section_of(tree, "tokenizer")
-    changed = {"clip_grad_norm": "none"} if tree.get("clip_grad_norm") is None and "clip_grad_norm" in tree else {}
+    changed: Tree = {"clip_grad_norm": "none"} if tree.get("clip_grad_norm", 0) is None else {}
     if tokenizer.get("max_seq_len") is None and tokenizer:
         changed["tokenizer"] = {**tokenizer, "max_seq_len": "none"}
     return {**tree, **changed}
