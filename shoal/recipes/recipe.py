@@ -239,6 +239,13 @@ class Recipe(HookMethods):
         """Returns a text to show after an evaluation, such as a generated one, or None. Runs on every rank."""
         return None
 
+    def preview_texts(self, model: nn.Module, index: int, parts: int) -> Sequence[str]:
+        """Returns every `parts`-th of several texts to show, from number `index` on: data-parallel ranks share them.
+
+        All ranks of a sharded model have to call the model equally often, also one that has no text to make.
+        """
+        return ()
+
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum of the cross-entropy over all labels that are not -100, in fp32.

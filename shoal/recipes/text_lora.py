@@ -116,16 +116,21 @@ class TextLoraRecipe(CausalLMRecipe):
         return first_exchanges(self.prepared, self.config.dataset.preview_prompts)
 
     def preview(self, model: nn.Module) -> str | None:  # type: ignore[override]
-        """Returns the model's answers to the first prompts of the evaluation data, beside the references."""
+        """Returns None: `preview_texts` has what is shown."""
+        return None
+
+    def preview_texts(self, model: nn.Module, index: int, parts: int) -> list[str]:
+        """Returns the model's answers to some of the first prompts of the evaluation data, beside the references."""
         if not self._exchanges:
-            return None
+            return []
         device = torch.get_default_device()
         device = next(model.parameters()).device if device.type == "cpu" else device
-        prompts = [exchange.prompt.to(device) for exchange in self._exchanges]
+        # A rank without a prompt answers the first one all the same: a sharded model needs all ranks in each forward.
+        shared = self._exchanges[index::parts]
+        prompts = [exchange.prompt.to(device) for exchange in shared or self._exchanges[:1]]
         longest = max(len(exchange.reference) for exchange in self._exchanges)
         number = min(self.config.dataset.preview_tokens, longest + 8)
-        answers = generate_greedily(model, prompts, number, self.tokenizer.filler)
-        return "\n\n".join(
-            exchange.describe(self.tokenizer, answer)
-            for exchange, answer in zip(self._exchanges, answers.tolist(), strict=True)
-        )
+        answers = generate_greedily(model, prompts, number, self.tokenizer.filler)[: len(shared)]
+        return [
+            exchange.describe(self.tokenizer, answer) for exchange, answer in zip(shared, answers.tolist(), strict=True)
+        ]

@@ -36,7 +36,13 @@ TOKENIZERS = {"gemma2_9b": "gemma", "llama31_8b": "llama31", "mistral_7b": "mist
 PARAMETERS = {"gemma2_9b": 9_241_705_984, "llama31_8b": 8_030_261_248, "mistral_7b": 7_248_023_552}
 PARAMETERS |= {"qwen3_8b": 8_190_735_360}
 """The numbers of parameters that the models are published with."""
-NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 CHEAP = ["llama31_8b_qlora"]
 
 

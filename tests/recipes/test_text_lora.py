@@ -131,17 +131,54 @@ def train_here(config: dict[str, Any]) -> tuple[str | None, float]:
     return outcome.preview, outcome.metrics["eval/loss"]
 
 
-def test_ranks_of_a_sharded_model_answer_alike(tmp_path: Path, pool2: Pool) -> None:
-    sections = {
-        "dataset": {"eval_fraction": 0.3, "packing": True},
-        "training": {"global_batch_size": 4, "batch_size": 2},
+FOUR_BIT = {"model": {"config": LLAMA, "load_in_4bit": True}, "lora": {"r": 4, "target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections"),
+    [
+        ({"strategy": "fsdp"}, {}),
+        pytest.param({"strategy": "ddp"}, {}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp"}, FOUR_BIT, marks=pytest.mark.slow),
+        pytest.param({"strategy": "fsdp"}, FOUR_BIT, marks=pytest.mark.slow),
+        pytest.param({"strategy": "deepspeed", "zero_stage": 3}, {}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "mesh", "mesh": {"tp": 2}}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_the_prompts_of_a_preview(
+    strategy: dict[str, Any], sections: dict[str, Any], tmp_path: Path, pool2: Pool
+) -> None:
+    """They show the answers that a single process gives. Three prompts: the second rank has one less."""
+    if sections:
+        pytest.importorskip("bitsandbytes")
+    keys: dict[str, Any] = {
+        "dataset": {"eval_file": str(tmp_path / "facts.jsonl"), "packing": True},
+        "training": {"global_batch_size": 4, "batch_size": 2, "learning_rate": 1e-2},
     }
-    alone, loss = train_here(tree(tmp_path, **sections, experiment={"output_dir": str(tmp_path / "alone")}))
+    alone, loss = train_here({**tree(tmp_path, **keys, experiment={"output_dir": str(tmp_path / "alone")}), **sections})
     assert alone is not None
-    sharded = tree(tmp_path, **sections, distributed={"strategy": "fsdp"})
-    for preview, sharded_loss in pool2.run(train_here, sharded, init=False):
+    assert alone.count("reference: ") == 3
+    shared = {**tree(tmp_path, **keys, distributed=strategy), **sections}
+    for preview, shared_loss in pool2.run(train_here, shared, init=False):
         assert preview == alone
-        assert sharded_loss == pytest.approx(loss, rel=1e-5)
+        assert shared_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_each_rank_answers_some_prompts_by_as_many_forwards(tmp_path: Path) -> None:
+    recipe = make_recipe(check_run(tree(tmp_path, dataset={"eval_file": str(tmp_path / "facts.jsonl")})))
+    torch.manual_seed(0)
+    net = Counting(recipe.build_model().eval())
+
+    def texts_of(index: int, parts: int) -> list[str]:
+        net.calls = net.sequences = 0
+        return recipe.preview_texts(net, index, parts)
+
+    first, second, third = texts_of(0, 1)
+    calls = net.calls
+    for index, parts, expected in ((0, 2, [first, third]), (1, 2, [second]), (3, 4, [])):
+        assert texts_of(index, parts) == expected
+        assert net.calls == calls
+        assert net.sequences == calls * max(1, len(expected))
 
 
 @pytest.mark.slow
@@ -221,15 +258,16 @@ def test_packed_batches_are_counted_and_scored_as_samples(tmp_path: Path, attent
 
 
 class Counting(nn.Module):
-    """Counts the calls of a model."""
+    """Counts the calls of a model, and the sequences in all of them."""
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.config, self.calls = model, model.config, 0
+        self.model, self.config, self.calls, self.sequences = model, model.config, 0, 0
         self.set_attn_implementation = model.set_attn_implementation
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
         self.calls += 1
+        self.sequences += len(input_ids)
         return self.model(input_ids=input_ids, position_ids=position_ids, **options)
 
 
