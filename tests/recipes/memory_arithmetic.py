@@ -142,10 +142,8 @@ def _activations(run: Run, model: Any) -> float:
     return inputs + block + matrix + tokens / training.loss_chunks * config.vocab_size * logit_bytes
 
 
-def table_row(config: str) -> str:
+def table_row(config: str, run: Run, model: nn.Module) -> str:
     """Returns a ready config with its memory as a row of a table."""
-    run = load_ready(config)
-    model = build(run)
     memory, trained = memory_of(run, model), sum(p.numel() for p in model.parameters() if p.requires_grad)
     parts = (memory.frozen, memory.trained, memory.gathered, memory.activations, memory.total)
     sizes = [f"{part / GIB:.1f}" if part else "" for part in parts]
@@ -157,4 +155,5 @@ def table() -> str:
     """Returns a table of the ready configs with their memory, for the docs."""
     head = "config", "GPUs", "trained numbers", "frozen weights", "trained state", "gathered", "activations", "in all"
     lines = f"| {' | '.join(head)} |\n| {' | '.join(['---'] * len(head))} |\n"
-    return lines + "".join(map(table_row, CONFIGS))
+    runs = {config: load_ready(config) for config in CONFIGS}
+    return lines + "".join(table_row(config, run, build(run)) for config, run in runs.items())

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
-
-from shoal.config.shipped import shipped_configs
-from shoal.training import train
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "data")]
-from chat_tokenizers import save_tokenizer, write_lines
-from memory_arithmetic import (
+from recipes.memory_arithmetic import (
     CONFIGS,
     GIB,
     METHODS,
@@ -28,6 +22,12 @@ from memory_arithmetic import (
     model_of,
     table_row,
 )
+
+from shoal.config.shipped import shipped_configs
+from shoal.training import train
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from chat_tokenizers import save_tokenizer, write_lines
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
@@ -67,9 +67,8 @@ def test_the_published_model_fits_the_gpu(config: str) -> None:
     sizes = [getattr(p, "logical_numel", p.numel()) for name, p in model.named_parameters() if ".lora_" not in name]
     assert sum(sizes) == PARAMETERS[model_of(config)]
     assert memory_of(run, model).total / GIB < 0.95 * card_gb(config)
-    assert table_row(config) in (Path(__file__).parents[2] / "docs" / "finetune.md").read_text(), (
-        "run python tests/test_docs.py --write"
-    )
+    page = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    assert table_row(config, run, model) in page, "run python tests/test_docs.py --write"
 
 
 @pytest.mark.slow
@@ -90,7 +89,7 @@ def save_cut(folder: Path, model: str) -> Path:
     base = Path(save_tokenizer(folder, TOKENIZERS[model]))
     published = json.loads((PUBLISHED / model / "config.json").read_text())
     vocabulary = len(transformers.AutoTokenizer.from_pretrained(base))
-    tokens = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     cut = {**published, **NARROW, **tokens, "num_hidden_layers": 2, "vocab_size": vocabulary}
     config = transformers.AutoConfig.for_model(**cut)
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(base)
