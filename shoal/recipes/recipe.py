@@ -92,6 +92,10 @@ class Recipe(HookMethods):
         """Returns a line about the training data, for the report at step 1. By default it is empty."""
         return ""
 
+    def data_warnings(self) -> Sequence[str]:
+        """Returns what looks like a mistake in the data, a line each. `shoal train` and `shoal data` show them."""
+        return ()
+
     def view_data(self, number: int) -> DataView:
         """Returns what `shoal data` shows: the first samples as text, and figures about all. It prepares the data."""
         raise UserError(

@@ -17,7 +17,7 @@ from shoal.data.instructions import (
     prepare_instructions,
 )
 from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from shoal.data.instructions.describe import describe_data, view_data
+from shoal.data.instructions.describe import data_warnings, describe_data, view_data
 from shoal.data.instructions.exchanges import Exchange, first_exchanges
 from shoal.data.view import DataView
 from shoal.errors import UserError
@@ -68,6 +68,9 @@ class TextLoraRecipe(CausalLMRecipe):
 
     def data_summary(self) -> str:
         return describe_data(self.prepared)
+
+    def data_warnings(self) -> list[str]:
+        return data_warnings(self.prepared, self.tokenizer)
 
     def view_data(self, number: int) -> DataView:
         prepare_instructions(self.config.dataset, self.tokenizer)

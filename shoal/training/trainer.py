@@ -121,6 +121,8 @@ def open_shell(
 
     watchdog.at("opening the data", 0)
     data = open_data(recipe, config)
+    for text in recipe.data_warnings():
+        warn(text)
     opening("building the model")
     loop = Loop(strategy) if config.training.body else None
     session = assemble(recipe, strategy, config.training, config.experiment.seed, loop=loop)

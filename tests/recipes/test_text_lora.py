@@ -92,6 +92,7 @@ def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: p
     assert outcome.metrics["eval/loss"] < 0.05
     shown = re.findall(r"prompt: .*?\n?answer: +(.*?)\nreference: +(.*?)(?:\n|$)", outcome.preview, re.S)
     assert len(shown) == 3
+    assert "prompt:    user\nSay 0\nassistant\nanswer:    " in outcome.preview  # without the template's tokens
     assert all(answer == reference for answer, reference in shown), outcome.preview
     assert "<|im_end|>" not in outcome.preview
     report = (tmp_path / "out" / "report.txt").read_text()
@@ -302,6 +303,20 @@ def test_shoal_data_shows_samples_and_figures(tmp_path: Path) -> None:
     assert re.search(r"^too long +0 truncated, 0 dropped \(too_long: truncate\)", shown.stdout, re.M)
     assert re.search(r"^ *\d+–\d+  █+ +\d+$", shown.stdout, re.M)
     assert not (tmp_path / "out").exists()
+
+
+def test_markers_that_are_no_tokens_are_warned_of(tmp_path: Path) -> None:
+    """A template of another model: its markers would be learnt as several tokens each."""
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(tree(tmp_path, training={"max_steps": 1})))
+    warning = "warning: dataset.chat_template = gemma: .* splits <start_of_turn>, <end_of_turn> into pieces, because"
+    for command in ("data", "train"):
+        shown = call_shoal(tmp_path, command, str(config), "dataset.chat_template=gemma")
+        assert shown.returncode == 0, shown.stderr
+        assert re.search(warning, shown.stdout + shown.stderr)
+    assert f"chat {tmp_path}/out" in shown.stdout  # how to talk to it
+    for fitting in ("dataset.chat_template=chatml", "dataset.format=alpaca"):
+        assert "warning" not in call_shoal(tmp_path, "data", str(config), fitting).stderr
 
 
 def test_counted_tokens_are_coloured_on_a_terminal() -> None:
