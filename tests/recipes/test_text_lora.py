@@ -389,3 +389,18 @@ def test_adapters_memorise_packed_instructions_and_shoal_chat_gives_the_answers(
     for record in facts(3):
         chat = Chat(tmp_path / "out", temperature=0, max_new_tokens=60)
         assert chat.answer(record["instruction"], lambda piece: None).endswith(f"\n{record['output']}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama31", "qwen3", "gemma", "mistral"])
+def test_a_memorised_model_stops_by_itself_in_every_template(kind: str, tmp_path: Path) -> None:
+    """With the token that ends a turn, which for Gemma is another than the one that ends a text."""
+    from shoal.training.chat import Chat
+
+    dataset = {"tokenizer": save_tokenizer(tmp_path, kind), "max_seq_length": 192}
+    training = {"max_steps": 250, "learning_rate": 5e-3, "batch_size": 8, "lr_scheduler": "constant"}
+    train(check_run(tree(tmp_path, dataset=dataset, training=training)))
+    for record in facts(3):
+        chat = Chat(tmp_path / "out", temperature=0, max_new_tokens=60)
+        answer = chat.answer(record["instruction"], lambda piece: None)
+        assert answer.removeprefix("<think>\n\n</think>\n\n").strip() == record["output"]
