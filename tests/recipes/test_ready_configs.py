@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import call_shoal
 from pool import Pool
 from recipes.memory_arithmetic import (
     CONFIGS,
@@ -115,3 +118,34 @@ def test_a_cut_of_the_model_trains_a_step(config: str, tmp_path: Path, pool2: Po
     assert all(4 < loss < 8 for loss in losses), losses  # about log(340): random weights
     report = (tmp_path / config / "report.txt").read_text()
     assert ("nf4 with quantised scales" in report) == ("qlora" in config)
+
+
+KINDS = {"cp", "data", "train", "chat", "ls", "export"}
+"""The commands that the guide has to show."""
+GUIDE = Path(__file__).parents[2] / "docs" / "finetune_24gb.md"
+
+
+@pytest.mark.parametrize("last", ["data", pytest.param("export", marks=pytest.mark.slow)])
+def test_the_commands_of_the_guide_run(last: str, tmp_path: Path) -> None:
+    """With a cut of the model, on the CPU, up to the last command of a kind."""
+    base = save_cut(tmp_path, "qwen3_8b")
+    write_lines(tmp_path / "train.jsonl", [{"prompt": f"Say {i}", "completion": f"It is {i}."} for i in range(150)])
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("shoal ")]
+    kinds = [next(word for word in reversed(line.split()[:3]) if word in KINDS) for line in commands]
+    assert {*kinds} == KINDS
+    smaller = [f"model.name={base}", f"dataset.cache_dir={tmp_path}/cache", "dataset.max_seq_length=128"]
+    for line in commands[: len(kinds) - kinds[::-1].index(last)]:
+        words = shlex.split(line)[1:]
+        if words[0] in ("data", "train"):
+            words += [*smaller, "training.device=cpu"]
+        if words[0] == "chat":
+            words = [*words[:2], "--device", "cpu", "--prompt", "Say 1", "--max-new-tokens", "4"]
+        if "export" in words:
+            (step,) = (tmp_path / "runs" / "qwen3_8b_qlora" / "checkpoints").glob("step_*")
+            words[2] = re.sub(r"step_\d+", step.name, words[2])
+        result = call_shoal(tmp_path, *words)
+        assert result.returncode == 0, f"{line}: {result.stderr}"
+    if last == "export":
+        assert {"adapter_config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "my_adapter").iterdir()}
+        assert (tmp_path / "my_model" / "config.json").exists()
