@@ -48,13 +48,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Returns all `shoal` commands in the docs, except those that tests/recipes/test_ready_configs.py runs."""
-    lines = [
-        line
-        for page in PAGES
-        if page.name != "finetune_24gb.md"
-        for block in blocks(page, "bash")
-        for line in block.splitlines()
-    ]
+    pages = [page for page in PAGES if page.name != "finetune_24gb.md"]
+    lines = [line for page in pages for block in blocks(page, "bash") for line in block.splitlines()]
     return sorted({line.split("#")[0].strip() for line in lines if line.startswith("shoal ")})
 
 
