@@ -226,13 +226,11 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
     )
     nothing = bytes_config(tmp_path, train_file=file, max_seq_length=2, too_long="drop")
     assert_refused(
-        r"train_file = .*a.jsonl: no sample is left \(all 2 samples were too long\); raise dataset.max_",
+        r"a.jsonl: no sample is left \(all 2 samples were too long\); raise dataset.max_",
         lambda: load(nothing),
     )
     few = bytes_config(tmp_path, train_file=file, eval_fraction=1e-9)
-    assert_refused(
-        r"left \(dataset.eval_fraction = 1e-09: no record is held out for evaluation\); ch", lambda: load(few)
-    )
+    assert_refused(r"left \(dataset.eval_fraction = 1e-09: no record is held out for evalu", lambda: load(few))
 
 
 def test_records_are_held_out_by_their_contents(tmp_path: Path) -> None:
