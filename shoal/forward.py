@@ -7,7 +7,7 @@ fully_shard gathers weights, stay outside of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from types import CodeType, FunctionType
 from typing import Any
@@ -57,12 +57,14 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
             module.register_forward_hook(lambda *_, viewed=viewed: _drop_views(viewed), always_call=True)
 
 
-def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
+def view_parameters(module: nn.Module, view: View | Mapping[str, View], hidden: tuple[str, ...] = ()) -> None:
     """Makes the module's forward see `view(parameter)` of each of its own parameters, and None for those `hidden`.
 
-    Whoever lists, stores or shards the parameters still finds them as they are. The views are properties of a subclass.
+    A mapping has the views of some parameters by name. Whoever lists, stores or shards the parameters still finds them
+    as they are. The views are properties of a subclass.
     """
-    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    own = (name for name, parameter in module._parameters.items() if parameter is not None)
+    names = tuple(view) if isinstance(view, Mapping) else tuple(own)
     if not names:
         return
 
@@ -75,10 +77,17 @@ def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ())
         finally:
             _drop_views([module])
 
-    vars(module)[_VIEWS] = {name: (lambda parameter: None) if name in hidden else view for name in names}
+    views = view if isinstance(view, Mapping) else dict.fromkeys(names, view)
+    vars(module)[_VIEWS] = {name: (lambda parameter: None) if name in hidden else views[name] for name in names}
     vars(module)[_MADE] = {}
     module.__class__ = _class_with_views(type(module), names)  # type: ignore[arg-type]  # mypy on hashing a type
     add_layer(module, with_views)
+
+
+def remove_views(module: nn.Module) -> None:
+    """Undoes `view_parameters`, after which no other layer may have been added."""
+    del vars(module)[_VIEWS], vars(module)[_MADE], module.forward
+    module.__class__ = type(module).__bases__[0]
 
 
 def _make_views(modules: list[nn.Module]) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shoal.checkpoint.export_folders import write_hf, write_peft
+from shoal.checkpoint.export_folders import MERGE_INTO, write_hf, write_peft
 from shoal.checkpoint.folders import discard, flush, swap_in
 from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
 from shoal.checkpoint.inspect import open_step_folder
@@ -27,7 +27,6 @@ from shoal.checkpoint.trained_model import Source, compare, recipe_sections
 from shoal.errors import UserError, as_user_error, one_line
 from shoal.tensors import DTYPES
 
-MERGE_INTO = ("original", "dequantised")
 _EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
 
 

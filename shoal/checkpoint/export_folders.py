@@ -10,22 +10,28 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.checkpoint.store import Checkpoint
 from shoal.checkpoint.trained_model import Source, build_model, built_in_recipe, compare, make_recipe, same_bits
 from shoal.config.run import import_recipe
 from shoal.errors import UserError
-from shoal.lora.adapters import has_adapters, merge_adapters, remove_adapters
+from shoal.lora.adapters import has_adapters, merge_adapters, merged_bias, merged_weight, remove_adapters
+from shoal.lora.layers import LowRankLayer
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
+from shoal.lora.trained_tokens import token_indices
 from shoal.quantised import dequantise, quantised_layers
 from shoal.tensors import DTYPES
+from shoal.weights.conversion import open_safetensors
 
 SHARD_SIZE = "5GB"
+MERGE_INTO = ("original", "dequantised")
 LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 2e-2
 """How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order."""
 _TOKENIZER_FILES = (
@@ -45,23 +51,23 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     recipe = _recipe(source.checkpoint)
     model = build_model(recipe, source)
     tokens, quantised, trained_dtype = _some_tokens(model), bool(quantised_layers(model)), model.dtype
+    notes: tuple[str, ...] = ()
     with _quiet_transformers() as transformers:
-        expected_logits = _logits(recipe, model, tokens)
-        merged, distance = _merge(model, source, recipe.config.model.dtype) if has_adapters(model) else None, ""
-        if quantised and merged is not None and source.merge_into == "original":
-            # What was trained computes with rounded weights, so that the merged model is another one.
-            trained_logits, expected_logits = expected_logits, _logits(recipe, model, tokens)
-            difference = (expected_logits - trained_logits).abs().max() / trained_logits.abs().max().clamp(min=1e-6)
-            distance = (
-                f": its logits differ from those of the trained model, whose base is quantised, by {difference:.1g} of "
-                "the largest; --merge-into dequantised computes what was trained"
-            )
+        expected_logits, merged = _logits(recipe, model, tokens), None
+        if has_adapters(model):
+            notes = (f"adapters are merged into the {source.merge_into} weights",)
+            if quantised:
+                notes += (_compare_merges(recipe, model, source, tokens, expected_logits),)
+            merged = _merge(model, source, recipe.config.model.dtype)
+            if quantised and source.merge_into == "original":  # another model than the one that was trained
+                expected_logits = _logits(recipe, model, tokens)
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        source.num_written = sum(len(open_safetensors(file).keys()) for file in folder.glob("*.safetensors"))
         attention, dtype = model.config._attn_implementation, model.dtype
         del model  # frees its memory before the exported model is loaded
         if recipe.config.model.name is not None and (recipe.folder / "generation_config.json").is_file():
             shutil.copyfile(recipe.folder / "generation_config.json", folder / "generation_config.json")
-        notes = _write_tokenizer(transformers, recipe, folder)
+        notes += _write_tokenizer(transformers, recipe, folder)
         reloaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", attn_implementation=attention, local_files_only=True, trust_remote_code=False
         )
@@ -72,10 +78,34 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         logits = _logits(recipe, reloaded, tokens)
     # A merged model may be fp32 where the one that was trained computed in half precision.
     how = _compare_logits(logits, expected_logits, trained_dtype if quantised and dtype == torch.float32 else dtype)
-    if merged is not None:
-        notes = (f"adapters are merged into the {source.merge_into} weights{distance}", *notes)
-    whose = "of the merged model" if distance else "of the checkpoint's model"
+    whose = "of the merged model" if quantised and source.merge_into == "original" else "of the checkpoint's model"
     return (f"its logits equal those {whose} {how}", *notes)
+
+
+def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor, trained: Tensor) -> str:
+    """Returns how far the logits of both kinds of merged models are from those of the trained one, whose base is
+    quantised. One merged matrix is in memory at a time."""
+    layers, found = quantised_layers(model), []
+    for kind in MERGE_INTO:
+        if kind == "original" and not source.has_originals(f"{name}.weight" for name in layers):
+            continue
+        for name, layer in layers.items():
+            layer.original = source.original(f"{name}.weight") if kind == "original" else None
+            layer.forward = partial(_forward_merged, layer)  # type: ignore[method-assign]
+        difference = (_logits(recipe, model, tokens) - trained).abs().max() / trained.abs().max().clamp(min=1e-6)
+        found.append(f"{difference:.1g} of the largest if merged into the {kind} weights")
+        for layer in layers.values():
+            layer.original = None
+            del layer.forward
+    return f"logits differ from those of the trained model, whose base is quantised, by {', by '.join(found)}"
+
+
+def _forward_merged(layer: Any, x: Tensor) -> Tensor:
+    """Computes a quantised layer with its weight and its adapter merged."""
+    adapted = isinstance(layer, LowRankLayer)
+    weight = merged_weight(layer) if adapted else layer.dequantise()
+    bias = merged_bias(layer) if adapted else layer.bias
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _merge(model: Any, source: Source, model_dtype: str | None) -> dict[str, Tensor]:
@@ -109,17 +139,26 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
     model = build_model(recipe, source)
     tokens, dtype, quantised = _some_tokens(model), model.dtype, bool(quantised_layers(model))
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    tensors = {name_in_folder(model, name): tensor for name, tensor in trained.items()}
+    tensors, trained_tokens = {name_in_folder(model, n): tensor for n, tensor in trained.items()}, token_indices(model)
     source.num_written = len(tensors)
     with _quiet_transformers() as transformers:
         expected_logits = _logits(recipe, model, tokens)
         remove_adapters(model)
         if quantised:
             dequantise(model, model.dtype)  # PEFT knows bitsandbytes' own layers alone
-        name, revision = recipe.config.model.name, recipe.config.model.revision
+        section = recipe.config.model
+        base = Path(section.name or "").expanduser()
+        base = str(base.absolute()) if section.name and base.is_dir() else section.name
         digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
-        write_adapter(folder, tensors, config_for_peft(model, recipe.config.lora, name, revision), digests)
+        config = config_for_peft(model, recipe.config.lora, base, section.revision, trained_tokens)
+        write_adapter(folder, tensors, config, digests)
         notes = _write_tokenizer(transformers, recipe, folder)
+        if recipe.added_tokens:
+            rows = len(model.get_input_embeddings().weight)
+            notes += (
+                f"the model has new tokens: open it with AutoPeftModelForCausalLM, or with PeftModel after "
+                f"base.resize_token_embeddings({rows})",
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a base without a name, and about tied weights
             reloaded = peft.PeftModel.from_pretrained(model, str(folder))
@@ -174,26 +213,31 @@ def _logits(recipe: Any, model: Any, tokens: Tensor) -> Tensor:
 
 
 def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str, ...]:
-    """Writes the recipe's tokenizer if it is a local one, and returns notes for the user."""
-    name = recipe.config.dataset.tokenizer
+    """Writes the recipe's tokenizer if it is a local one or has new tokens, and returns notes for the user."""
+    name, added = recipe.config.dataset.tokenizer, recipe.added_tokens
     local = Path(name).expanduser()
     if name == "bytes":
         return ("no tokenizer: the model was trained on bytes, each of which is a token",)
-    if not local.exists():
+    if not local.exists() and not added:
         return (f"no tokenizer: {name} is on the Hugging Face Hub",)
     eos = recipe.tokenizer.eos  # raises UserError if the file is not a tokenizer
-    if local.is_dir():
+    if local.is_dir() and not added:
         for file in filter(Path.is_file, map(local.joinpath, _TOKENIZER_FILES)):
             shutil.copyfile(file, folder / file.name)
     else:
-        wrapped = transformers.PreTrainedTokenizerFast(tokenizer_file=str(local))
-        if eos is not None:
-            wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
+        if local.is_file():
+            wrapped = transformers.PreTrainedTokenizerFast(tokenizer_file=str(local))
+            if eos is not None:
+                wrapped.eos_token = wrapped.convert_ids_to_tokens(eos)
+        else:
+            options = {} if local.is_dir() else {"revision": recipe.config.model.revision or "main"}
+            wrapped = transformers.AutoTokenizer.from_pretrained(str(local) if local.is_dir() else name, **options)
+        recipe.add_tokens(wrapped)
         wrapped.save_pretrained(folder)
     if template := getattr(recipe.tokenizer, "template", None):  # the one that the model was trained with
         (folder / "chat_template.jinja").write_text(template)
     opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text = "The same words, before and after."
+    text = "The same words, before and after." + "".join(added)
     if opened.encode(text, add_special_tokens=False) != recipe.tokenizer.encode(text).tolist():
         return (f"the tokenizer {name} was written, but transformers splits text into other tokens than shoal did",)
     return ()

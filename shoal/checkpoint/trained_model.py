@@ -6,7 +6,7 @@ that came with a checkpoint is run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal.config.run import RECIPE_SECTIONS, RECIPES, check_run
 from shoal.errors import UserError, as_user_error
 from shoal.lora.adapters import has_adapters, is_adapter_tensor
 from shoal.quantised.layers import PARTS
+from shoal.quantised.sources import Quantisation
 from shoal.seeding import GeneratorsKept
 from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
 from shoal.types import Weights
@@ -69,12 +70,16 @@ class Source:
     def original(self, name: str) -> Tensor:
         """Returns the matrix in the files that a quantised weight was made from."""
         stored = self.tensors[name]
-        quantisation = stored.quantisation if isinstance(stored, BaseTensor) else None
-        if quantisation is None or quantisation.is_stored:
+        if not self.has_originals([name]) or not isinstance(stored, BaseTensor):
             raise UserError(
                 "--merge-into original: the weights that the base was quantised from are not known; use dequantised"
             )
         return stored.files.read(stored.pieces[0])
+
+    def has_originals(self, names: Iterable[str]) -> bool:
+        """Returns whether the files have the matrices that these quantised weights were made from."""
+        made = [getattr(self.tensors[name], "derivation", None) for name in names]
+        return all(isinstance(one, Quantisation) and not one.is_stored for one in made)
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor in the dtype of the export."""

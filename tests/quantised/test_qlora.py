@@ -51,7 +51,7 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.float32)
     torch.testing.assert_close(merged(tokens(1, 12)).logits, expected.float(), rtol=1e-3, atol=0.02)
     notes = " ".join(export(step, tmp_path / "original", "hf", merge_into="original")["notes"])
-    assert "its logits differ from those of the trained model, whose base is quantised, by" in notes
+    assert "logits differ from those of the trained model, whose base is quantised, by" in notes
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     untouched = "model.layers.0.self_attn.k_proj.weight"
