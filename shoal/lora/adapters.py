@@ -114,6 +114,12 @@ def scalings(model: nn.Module) -> dict[str, float]:
     return layers | {name: adapter.scaling for name, adapter in parameter_adapters(model).items()}
 
 
+def multiplies_weights(model: nn.Module) -> bool:
+    """Returns whether adapters multiply matrices with each other, for DoRA or for an adapted parameter."""
+    dora = any(getattr(layer, "lora_magnitude_vector", None) for _, layer in adapted_layers(model))
+    return dora or bool(parameter_adapters(model))
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a model has any adapter."""
     return bool(next(adapted_layers(model), None) or parameter_adapters(model) or token_layers(model))

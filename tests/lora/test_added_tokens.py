@@ -116,8 +116,8 @@ def test_new_rows_alone_are_trained_and_exported(root: Path, tied: bool) -> None
     stored = {key for file in step.glob("model*.safetensors") for key in load_file(file)}
     deltas = {f"{module}.{DELTA}" for module in ([EMBEDDING] if tied else [EMBEDDING, HEAD])}
     assert {key for key in stored if ".lora_" not in key} == deltas
-    checkpoint = open_checkpoint(step)
-    assert checkpoint.base[f"{EMBEDDING}.weight"].shape[0] == (size := vocabulary(base) + 2)
+    size = vocabulary(base) + 2
+    assert open_checkpoint(step).base[f"{EMBEDDING}.weight"].shape[0] == size
     assert f"and {len(deltas) * 2} rows of tokens" in (root / name / "report.txt").read_text()
     trained, adapter, merged = exported(root, base, step, name)
     begun = load_file(base / "model.safetensors")[f"{EMBEDDING}.weight"]
