@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
-from shoal.forward import remove_views, view_parameters
+from shoal.forward import call_with_views, declare_views, remove_views
 from shoal.lora.config import LoraConfig
-from shoal.lora.layers import ADAPTER, Factor, LowRankLayer, draws
+from shoal.lora.layers import ADAPTER, AdaptedLayer, Factor, LowRankLayer, attach, detach, draws
 from shoal.lora.targets import Target
 
 _INNER = "base_layer"
 """PEFT wraps a module once for each parameter, and this is its name for the module inside a wrapper."""
-_ADAPTERS = "adapted_parameters"
 
 
 class _WholeFactor(Factor):
@@ -59,6 +58,15 @@ class ParameterAdapter:
         return torch.add(parameter, change.to(parameter.dtype), alpha=self.scaling)
 
 
+class AdaptedParameters(AdaptedLayer):
+    """A module with adapters on some of its own parameters."""
+
+    parameter_adapters: dict[str, ParameterAdapter]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return call_with_views(self, super().forward, *args, **kwargs)
+
+
 def add_to_parameters(model: nn.Module, targets: Mapping[str, Target], lora: LoraConfig) -> None:
     """Gives parameters their adapters."""
     by_module: dict[str, list[str]] = {}
@@ -80,8 +88,8 @@ def add_to_parameters(model: nn.Module, targets: Mapping[str, Target], lora: Lor
                 holder = inner
             shape = module.get_parameter(key).shape
             adapters[key] = ParameterAdapter(holder, shape, is_transposed, targets[f"{owner}.{key}"], lora)
-        vars(module)[_ADAPTERS] = adapters
-        view_parameters(module, adapters)
+        attach(module, AdaptedParameters, parameter_adapters=adapters)
+        declare_views(module, adapters)
 
 
 def parameter_adapters(model: nn.Module) -> dict[str, ParameterAdapter]:
@@ -89,7 +97,8 @@ def parameter_adapters(model: nn.Module) -> dict[str, ParameterAdapter]:
     return {
         f"{name}.{key}": adapter
         for name, module in model.named_modules()
-        for key, adapter in vars(module).get(_ADAPTERS, {}).items()
+        if isinstance(module, AdaptedParameters)
+        for key, adapter in module.parameter_adapters.items()
     }
 
 
@@ -103,8 +112,8 @@ def merge_parameters(model: nn.Module) -> None:
 
 def remove_from_parameters(model: nn.Module) -> None:
     """Takes the adapters of parameters off a model."""
-    for module in [module for module in model.modules() if _ADAPTERS in vars(module)]:
+    for module in [module for module in model.modules() if isinstance(module, AdaptedParameters)]:
         remove_views(module)
-        del vars(module)[_ADAPTERS]
+        detach(module)
         for name in [name for name in ("lora_A", "lora_B", _INNER) if name in module._modules]:
             delattr(module, name)

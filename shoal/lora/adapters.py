@@ -32,7 +32,7 @@ from shoal.lora.layers import (
 )
 from shoal.lora.targets import find_parameters, find_targets, modules_to_save
 from shoal.lora.trained_tokens import merge_rows, token_indices, token_layers, train_tokens
-from shoal.tensors import logical_numel, replace_parameters
+from shoal.tensors import replace_parameters
 from shoal.types import TensorStyle
 from shoal.weights.conversion import Compute, Source
 
@@ -193,8 +193,9 @@ def tensor_styles(model: nn.Module, style_of: Callable[[str], TensorStyle | None
     return styles
 
 
-def describe_adapters(model: nn.Module) -> str:
-    """Returns the row of the report about adapters, or an empty string if the model has none."""
+def describe_adapters(model: nn.Module, trained: int, total: int) -> str:
+    """Returns the row of the report about adapters, or an empty string if the model has none. `trained` and `total` are
+    numbers of parameters of the whole model."""
     layers, adapted = dict(adapted_layers(model)), scalings(model)
     if not adapted:
         return ""
@@ -206,10 +207,6 @@ def describe_adapters(model: nn.Module) -> str:
     rows = sum(map(len, token_indices(model).values()))
     tokens = f" and {rows} rows of tokens" if rows else ""
     dora = any(getattr(module, "lora_magnitude_vector", None) for module in layers.values())
-    trained, total = (
-        sum(logical_numel(p) for p in model.parameters() if p.requires_grad),
-        sum(logical_numel(p) for p in model.parameters()),
-    )
     return (
         f"{'DoRA' if dora else 'LoRA'} on {' and '.join(counts)} ({kinds}){tokens}, rank {', '.join(map(str, ranks))}, "
         f"scaled by {', '.join(alphas)}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
