@@ -90,9 +90,9 @@ def train_tokens(model: Any, lora: LoraConfig, added: Sequence[int]) -> None:
             raise UserError(f"{KEY} = {{{end}: …}}: the model has no such module; name {names[embedding]}")
         for name in found:
             module: Any = modules[name]
-            _check_module(model, name, module, indices, lora)
+            _check_module(name, module, indices, is_head=module is head)
             tied = [one for one in (embedding, head) if one is not None and one.weight is module.weight]
-            for one in tied if module in tied else [module]:
+            for one in tied or [module]:
                 if id(module.weight) in shared and hasattr(one, "token_adapter"):
                     if one.token_adapter.tokens != (*indices,):
                         raise UserError(f"{KEY}: {names[one]} is tied to {name}; give both the same tokens")
@@ -122,14 +122,12 @@ def _indices_by_name(model: Any, lora: LoraConfig, added: Sequence[int]) -> Mapp
     return {names[embedding]: added, **({names[head]: added} if is_untied else {})}
 
 
-def _check_module(model: Any, name: str, module: Any, indices: Sequence[int], lora: LoraConfig) -> None:
+def _check_module(name: str, module: Any, indices: Sequence[int], is_head: bool) -> None:
     if isinstance(module, LowRankLayer) or any(p.requires_grad for p in module.parameters(recurse=False)):
         key = "target_modules" if isinstance(module, LowRankLayer) else "modules_to_save"
         raise UserError(f"{KEY}: {name} is in lora.{key}, too; take it out of one of them")
-    if not isinstance(module, nn.Embedding | nn.Linear) or getattr(module, "bias", None) is not None:
-        raise UserError(
-            f"{KEY}: {name} is a {type(module).__name__}, which is not an embedding, nor a head without bias"
-        )
+    if not isinstance(module, nn.Embedding) and (not is_head or getattr(module, "bias", None) is not None):
+        raise UserError(f"{KEY}: {name} is a {type(module).__name__}; name an embedding, or a head without a bias")
     if wrong := [index for index in indices if not 0 <= index < len(module.weight)]:
         raise UserError(f"{KEY}: {wrong[0]} is not a token of {name}, which has {len(module.weight)}")
     if len({*indices}) < len(indices):

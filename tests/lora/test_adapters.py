@@ -242,16 +242,29 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> Non
             "embed_tokens.weight is a parameter .* cannot have an adapter",
         ),
         ({"target_parameters": ["q_proj.weight"]}, "q_proj is in lora.target_modules, too; take it out of one of them"),
-        ({"trainable_token_indices": [64]}, "64 is not a token of model.embed_tokens, which has 64"),
-        ({"trainable_token_indices": [1, 1]}, "a token is named twice"),
-        ({"trainable_token_indices": {"lm_hed": [1]}}, "the model has no such module; name model.embed_tokens"),
-        ({"trainable_token_indices": {"q_proj": [1]}}, "q_proj is in lora.target_modules, too"),
-        ({"trainable_token_indices": "added"}, "model.added_tokens is empty"),
+        ({"trainable_token_indices": [1]}, "trained rows start from those of the base, and model.config has none"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         make_recipe(**keys).build_model()
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([64], "64 is not a token of model.embed_tokens, which has 64"),
+        ([1, 1], "a token is named twice"),
+        ({"lm_hed": [1]}, "the model has no such module; name model.embed_tokens"),
+        ({"q_proj": [1]}, "q_proj is in lora.target_modules, too"),
+        ({"o_proj": [1]}, "o_proj is a Linear; name an embedding, or a head without a bias"),
+        ({"embed_tokens": [1], "lm_head": [2]}, "model.embed_tokens is tied to lm_head; give both the same tokens"),
+        ("added", "model.added_tokens is empty"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(indices: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        add_adapters(base_model("tied"), LoraConfig(target_modules=["q_proj"], trainable_token_indices=indices))
 
 
 def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:
