@@ -147,8 +147,8 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         if quantised:
             dequantise(model, model.dtype)  # PEFT knows bitsandbytes' own layers alone
         section = recipe.config.model
-        base = Path(section.name or "").expanduser()
-        base = str(base.absolute()) if section.name and base.is_dir() else section.name
+        local = Path(section.name or "").expanduser()
+        base = str(local.absolute()) if section.name and local.is_dir() else section.name
         digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
         config = config_for_peft(model, recipe.config.lora, base, section.revision, trained_tokens)
         write_adapter(folder, tensors, config, digests)

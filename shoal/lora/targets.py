@@ -57,8 +57,12 @@ def find_parameters(model: nn.Module, lora: LoraConfig) -> dict[str, Target]:
     for key in lora.target_parameters or ():
         names = [name for name in parameters if name == key or name.endswith(f".{key}")]
         if not names:
-            near = _nearest([key], [name for name in parameters if parameters[name].ndim == 3] or [*parameters])
-            raise UserError(f"lora.target_parameters = {key!r}: the model has no such parameter{near}")
+            matrices = [name for name, p in parameters.items() if p.ndim > 1 and not hasattr(p, "logical_numel")]
+            experts = [name for name in matrices if parameters[name].ndim == 3]
+            ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts or matrices)
+            near = get_close_matches(key, ends, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {_some([*ends])}"
+            raise UserError(f"lora.target_parameters = {key!r}: the model has no such parameter; {hint}")
         for name in names:
             parameter, owner = parameters[name], model.get_submodule(name.rpartition(".")[0])
             if parameter.ndim not in (2, 3) or isinstance(owner, nn.Embedding) or hasattr(parameter, "logical_numel"):

@@ -118,7 +118,9 @@ def test_new_rows_alone_are_trained_and_exported(root: Path, tied: bool) -> None
     assert {key for key in stored if ".lora_" not in key} == deltas
     size = vocabulary(base) + 2
     assert open_checkpoint(step).base[f"{EMBEDDING}.weight"].shape[0] == size
-    assert f"and {len(deltas) * 2} rows of tokens" in (root / name / "report.txt").read_text()
+    report = (root / name / "report.txt").read_text()
+    assert f"and {len(deltas) * 2} rows of tokens" in report
+    assert "read from 1 file; 2 new tokens start as the mean of the others" in report
     trained, adapter, merged = exported(root, base, step, name)
     begun = load_file(base / "model.safetensors")[f"{EMBEDDING}.weight"]
     rows = merged.get_input_embeddings().weight

@@ -233,6 +233,7 @@ class CausalLMRecipe(TextRecipe):
             )
         return Weights(
             "files",
+            reason=f"{len(self.added_tokens)} new tokens start as the mean of the others" * bool(self.added_tokens),
             files=self.files,
             sources={**sources, **magnitude_sources(model, matrix_sources(sources)), **row_sources(model, sources)},
             reset=reset,
