@@ -324,7 +324,7 @@ def _have_same_digest(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     if isinstance(a, BaseTensor) and isinstance(b, BaseTensor) and a.dtype == b.dtype and a.same_as(b):
         return True
-    if any(isinstance(t, BaseTensor) and t.quantisation is not None for t in (a, b)):
+    if any(isinstance(t, BaseTensor) and t.derivation is not None for t in (a, b)):
         return False  # the files hold something else than the tensor
     digests = (t.source.sha256 if isinstance(t, BaseTensor) else tensor_digest(t.read()) for t in (a, b))
     return (a.dtype, a.pieces[0].dtype) == (b.dtype, b.pieces[0].dtype) and next(digests) == next(digests)

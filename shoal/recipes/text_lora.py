@@ -16,7 +16,7 @@ from shoal.data.instructions import (
     open_instructions,
     prepare_instructions,
 )
-from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, with_added_tokens
 from shoal.data.instructions.describe import data_warnings, describe_data, view_data
 from shoal.data.instructions.exchanges import Exchange, first_exchanges
 from shoal.data.view import DataView
@@ -53,7 +53,8 @@ class TextLoraRecipe(CausalLMRecipe):
         """The tokenizer of the dataset, with its chat template."""
         dataset, model = self.config.dataset, self.config.model
         revision = model.revision if dataset.tokenizer == model.name else None
-        return load_chat_tokenizer(dataset.tokenizer, dataset.chat_template, revision)
+        tokenizer = load_chat_tokenizer(dataset.tokenizer, dataset.chat_template, revision)
+        return with_added_tokens(tokenizer, self.added_tokens)
 
     @cached_property
     def prepared(self) -> Prepared:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, step_folders
-from shoal.checkpoint.export import Source, build_model, built_in_recipe, make_recipe, recipe_sections
 from shoal.checkpoint.frozen_base import FrozenBaseError
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.trained_model import Source, build_model, built_in_recipe, make_recipe, recipe_sections
 from shoal.errors import UserError
 from shoal.strategies.module_state import ModuleState
 

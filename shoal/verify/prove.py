@@ -147,7 +147,13 @@ def prove(
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         has_objectives = bool(run.recipe_type(run.recipe_config).objectives())
         case = Case(
-            layout, batches, reference.shapes, reference.gradients, reference.itemsizes, has_objectives=has_objectives
+            layout,
+            batches,
+            reference.shapes,
+            reference.gradients,
+            reference.itemsizes,
+            reference.multiplies_weights,
+            has_objectives,
         )
         expected = expected_work(case)
         checks = compare(reference, traces, expected, layout.precision)
@@ -185,7 +191,9 @@ def _prove_exchange(
             if (lossless := lossless_exchange(plain, original)) is not None:
                 traces = runner(lossless, layout.world_size, steps, shared)
             batches = derive_batches(plain.config.training, data_size(layout.mesh))[0]
-            expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
+            multiplies = reference.multiplies_weights
+            case = Case(layout, batches, reference.shapes, reference.gradients, multiplies_weights=multiplies)
+            expected = expected_work(case)
             checks += lossless_checks(reference, traces, expected, method, layout.precision)
     except UserError as refusal:
         return Verdict(EXCHANGE, layout.world_size, [], [], [], None, str(refusal), lossy=method)

@@ -19,6 +19,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.mesh import coordinates
 from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
+from shoal.lora.adapters import multiplies_weights
 from shoal.observe.flops import flop_counter
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.parallel.compression.exchange import CompressedExchange
@@ -88,6 +89,8 @@ class Trace:
     """Of all parameters, frozen ones too."""
     itemsizes: dict[str, int] = field(default_factory=dict)
     """The bytes of an element of each."""
+    multiplies_weights: bool = False
+    """True if adapters multiply matrices with each other; their FLOPs do not follow from the batch."""
     packed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """The bytes and the number of weights of each quantised layer, and the bits that a weight should have, by name."""
     parameter_bytes: int = 0
@@ -159,6 +162,7 @@ class _Tracer:
         trace.start = whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
+        trace.multiplies_weights = multiplies_weights(self.model)
         held = self.strategy.held()
         for name, layer in quantised_layers(self.model).items():
             trace.packed[name] = (

@@ -15,7 +15,8 @@ from pool import Pool
 from torch import Tensor, nn
 from verify.runs import failed, runner_on
 
-from shoal.checkpoint.export import _write_tokenizer, export
+from shoal.checkpoint.export import export
+from shoal.checkpoint.export_folders import _write_tokenizer
 from shoal.cli.data import _coloured
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError

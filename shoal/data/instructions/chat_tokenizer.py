@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shoal.data.hub import hub
 from shoal.data.instructions.templates import TEMPLATES
+from shoal.data.tokenizer import add_tokens, refuse_bytes
 from shoal.errors import UserError, one_line
 
 Encoded = tuple[list[int], list[tuple[int, int]]]
@@ -115,6 +116,16 @@ class ChatTokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+
+def with_added_tokens(tokenizer: ChatTokenizer, tokens: Sequence[str]) -> ChatTokenizer:
+    """Returns the tokenizer with new tokens (`model.added_tokens`)."""
+    if not tokens:
+        return tokenizer
+    if tokenizer.name == "bytes":
+        refuse_bytes(tokens)
+    add_tokens(tokenizer._tokenizer, tokens)
+    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer.template)
 
 
 def resolve_template(value: str | None) -> str | None:

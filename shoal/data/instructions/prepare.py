@@ -114,7 +114,7 @@ def prepare_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -
         if config.packing:
             for side in (side for side in names if names[side]):
                 Prepared(config, tokenizer.filler, names).write_packs(side)
-        with locked(config.reference()), atomic_write(config.reference()) as file:
+        with locked(config.reference(tokenizer.identity)), atomic_write(config.reference(tokenizer.identity)) as file:
             file.write(json.dumps(names).encode())
     except OSError as error:
         raise UserError(
@@ -316,6 +316,6 @@ class Prepared:
 
 def open_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -> Prepared:
     """Returns what was prepared; prepares it first if it is not in the cache."""
-    if not config.reference().exists():
+    if not config.reference(tokenizer.identity).exists():
         prepare_instructions(config, tokenizer)
-    return Prepared(config, tokenizer.filler, json.loads(config.reference().read_text()))
+    return Prepared(config, tokenizer.filler, json.loads(config.reference(tokenizer.identity).read_text()))
