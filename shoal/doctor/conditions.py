@@ -65,7 +65,7 @@ def wants_tf32(case: Case) -> bool:
     return case.config is not None and case.config.training.tf32
 
 
-_TORCHAO_BUILDS = {(0, 13): "2.8", (0, 14): "2.9", (0, 16): "2.10", (0, 17): "2.11"}
+_TORCHAO_BUILDS: dict[tuple[int, ...], str] = {(0, 13): "2.8", (0, 14): "2.9", (0, 16): "2.10", (0, 17): "2.11"}
 """The version of torch that a release of torchao has its compiled kernels for."""
 
 

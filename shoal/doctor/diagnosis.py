@@ -74,7 +74,9 @@ def examine_machine(case: Case, model: ModelSize | None, on_check: Callable[[str
         ("versions", 10, partial(hardware.check_versions, case)),
         ("known bad", 20, partial(check_known_bad, case)),
         ("layout", 30, partial(check_config, case)),
-        ("GPUs", 60, partial(hardware.check_gpus, case)),
+        ("GPUs", 20, partial(hardware.check_gpus, case)),
+        ("use of GPUs", 30, partial(hardware.check_gpu_use, case)),
+        ("links of GPUs", 60, partial(hardware.check_gpu_links, case)),
         ("backends", 20, partial(hardware.check_backends, case)),
         ("compiler", 60, partial(hardware.check_compiler, case)),
         ("CPU instructions", 150, partial(hardware.check_cpu_instructions, case)),
@@ -125,7 +127,8 @@ def request_for(run: Run | None, model: ModelSize | None, ranks: int, local_size
     """Returns what the ranks should measure for a config."""
     if run is None:
         return Request()
-    training, distributed, shapes = run.config.training, run.config.distributed, ()
+    training, distributed = run.config.training, run.config.distributed
+    shapes: tuple[tuple[int, ...], ...] = ()
     try:
         if model is not None and can_compress(choose_layout(run, ranks, local_size)):
             shapes = model.shapes

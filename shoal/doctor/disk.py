@@ -81,7 +81,7 @@ def _judge_speed(case: Case, where: str, existing: Path, speed: DiskSpeed, check
     kind = case.machine.file_system_of(str(existing))
     says = f"{where} ({kind or 'unknown file system'}) writes {speed.bytes_per_second / 1e6:,.0f} MB/s"
     if checkpoint_bytes is not None:
-        says += f", a checkpoint in about {_in_seconds(checkpoint_bytes / speed.bytes_per_second)}"
+        says += f", a checkpoint in {_in_seconds(checkpoint_bytes / speed.bytes_per_second)}"
     if speed.bytes_per_second >= SLOW_BYTES_PER_SECOND:
         return Finding("fine", "disk speed", says)
     elsewhere = "a faster network storage" if kind in NETWORK_FILE_SYSTEMS else "a faster disk"
@@ -96,4 +96,4 @@ def _in_gb(size: float) -> str:
 
 
 def _in_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
+    return f"about {seconds:.0f} s" if seconds >= 1 else "less than a second"

@@ -21,6 +21,7 @@ from shoal.weights.materialise import build
 SLOW_EXCHANGE_SECONDS = 0.5
 """An exchange that takes longer than this in every step is reported."""
 _CHECK = "exchange of a step"
+_LOCAL_SGD = "a faster network, or distributed.local_sgd (docs/slow_networks.md)"
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,15 @@ def can_compress(layout: Layout) -> bool:
 def forecast(run: Run, model: ModelSize, network: Network, local_size: int) -> tuple[list[Finding], Comparison | None]:
     """Says how long the measured network needs for the gradients of a step, and which compression would pay."""
     layout = choose_layout(run, network.ranks, local_size)
+    if not network.all_reduce or not network.all_gather:
+        return [Finding("not checked", _CHECK, "the time for measuring was over")], None
     inside = {side: size for side, size in layout.mesh.items() if side in ("pp", "cp", "tp") and size > 1}
     if inside:
         text = f"ranks exchange activations too on {say_mesh(layout.mesh)}, which is not forecast"
         return [Finding("not checked", _CHECK, text)], None
     if not can_compress(layout):
         return [_forecast_shards(run, layout, model, network)], None
-    speed = network.all_reduce[-1].bytes_per_second
+    speed = network.speed(network.all_reduce, 4 * model.trained)
     shapes = [torch.Size(shape) for shape in model.shapes]
     comparison = compare_methods(shapes, network.ranks, speed, network.coding_seconds)
     seconds = comparison.plain_seconds
@@ -93,15 +96,16 @@ def forecast(run: Run, model: ModelSize, network: Network, local_size: int) -> t
         f"{model.trained:,} trained parameters: each rank sends {_in_mb(comparison.plain_bytes)} in a step, "
         f"{seconds:.3g} s at {_in_mbit(speed)}, partly during the backward"
     )
-    best = next((option for option in comparison.options if option.payoff.pays), None)
+    # local_sgd is in the table too, but changes the training much more than compression does.
+    best = next((option for option in comparison.options if option.payoff.pays and option.is_compression), None)
+    if seconds < SLOW_EXCHANGE_SECONDS:
+        return [Finding("fine", _CHECK, says)], comparison
     if best is None:
-        return [Finding("fine", _CHECK, f"{says}; no compression would be faster")], comparison
+        return [Finding("slow or surprising", _CHECK, f"{says}; no compression is faster", _LOCAL_SGD)], comparison
     advice = (
         f"distributed.{best.setting} exchanges in {best.payoff.compressed_seconds:.3g} s, and pays as long as the "
         f"computing of a step takes less than {best.payoff.pays_while_computing:.3g} s (docs/slow_networks.md)"
     )
-    if seconds < SLOW_EXCHANGE_SECONDS:
-        return [Finding("fine", _CHECK, says, advice)], comparison
     return [Finding("slow or surprising", _CHECK, says, advice)], comparison
 
 
@@ -109,7 +113,7 @@ def _forecast_shards(run: Run, layout: Layout, model: ModelSize, network: Networ
     """Says how long the exchange of shards takes; it is during forward and backward, as far as these last."""
     phase = derive_batches(run.config.training, data_size(layout.mesh))[0]
     sent = shard_bytes(layout, model, accumulation(phase, data_size(layout.mesh)))
-    speed = network.all_gather[-1].bytes_per_second
+    speed = network.speed(network.all_gather, 4 * model.parameters)
     seconds = sent / speed
     says = (
         f"{model.parameters:,} parameters under {layout.strategy}: each rank sends {_in_mb(sent)} in a step, "

@@ -44,7 +44,7 @@ def check_versions(case: Case) -> list[Finding]:
 
 
 def check_gpus(case: Case) -> list[Finding]:
-    """Looks at the GPUs, what else uses them, and how they are linked."""
+    """Looks at the GPUs that torch sees, and whether they are enough."""
     machine = case.machine
     if not machine.gpus:
         why = f"torch {machine.versions.get('torch', '')} has no CUDA" if not machine.cuda else "CUDA finds none"
@@ -63,11 +63,13 @@ def check_gpus(case: Case) -> list[Finding]:
                 "set launch.procs_per_node to the number of GPUs, or distributed.backend: gloo",
             )
         )
-    return findings + _check_use() + _check_links(case)
+    return findings
 
 
-def _check_use() -> list[Finding]:
+def check_gpu_use(case: Case) -> list[Finding]:
     """Finds GPUs whose memory other processes use already."""
+    if not case.machine.gpus:
+        return [Finding("not checked", "use of GPUs", "torch sees no GPU")]
     text = _output(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"])
     if text is None:
         return [Finding("not checked", "use of GPUs", "nvidia-smi is not there, or does not answer")]
@@ -79,13 +81,13 @@ def _check_use() -> list[Finding]:
     return [Finding("slow or surprising", "use of GPUs", f"memory is in use on {', '.join(busy)}", fix)]
 
 
-def _check_links(case: Case) -> list[Finding]:
+def check_gpu_links(case: Case) -> list[Finding]:
     """Looks at the paths between the GPUs of this machine."""
     import torch
 
     count = len(case.machine.gpus)
     if count < 2:
-        return [Finding("not checked", "links of GPUs", "there is one GPU")]
+        return [Finding("not checked", "links of GPUs", f"torch sees {count} of them")]
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     topology = _output(["nvidia-smi", "topo", "-m"]) or ""

@@ -29,14 +29,17 @@ from shoal.processes.world import World
 from shoal.strategies.contract import find_device
 
 SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-"""The bytes of the tensors that are exchanged; a size is left out if the one before took too long."""
+"""Sizes of tensors in bytes; one is left out if the one before took too long."""
 LIMIT_SECONDS = 150.0
 """How long the whole measurement may take. What is not measured by then is left out."""
 GROUP_SECONDS = 60.0
 """How long a rank waits for the others in one collective."""
 _SIZE_SECONDS = 0.5
 """How long a tensor of one size is exchanged again and again."""
+_TOO_LONG_SECONDS = 1.0
+"""If a size takes longer, larger ones are left out."""
 _MAX_LINKS = 28
+_NO_TIME = "the time for measuring was over"
 MAX_CLOCK_SECONDS = 1.0
 """Clocks of machines that differ by more are reported."""
 _SAMPLE_BYTES = 8 << 20
@@ -51,6 +54,8 @@ class Request:
     backend: str = "auto"
     shapes: tuple[tuple[int, ...], ...] = ()
     """The shapes of the gradients whose coding is measured; none if no method of compression is of interest."""
+    sizes: tuple[int, ...] = SIZES
+    """The bytes of the tensors that are exchanged."""
     limit_seconds: float = LIMIT_SECONDS
 
 
@@ -84,6 +89,7 @@ class Network:
     hosts: tuple[str, ...]
     """The machine of each rank."""
     all_reduce: tuple[Timing, ...] = ()
+    """By the size of the tensor, the smallest first."""
     all_gather: tuple[Timing, ...] = ()
     links: tuple[Link, ...] = ()
     links_left_out: int = 0
@@ -91,6 +97,11 @@ class Network:
     """The seconds by which the clock of a machine is ahead of the first one's, by host."""
     coding_seconds: dict[str, float] = field(default_factory=dict)
     """The time to code and decode all gradients, by method of compression."""
+
+    def speed(self, timings: Sequence[Timing], nbytes: float) -> float:
+        """Returns the bytes per second that each rank sends in a collective over so many bytes."""
+        fitting = [one for one in timings if one.tensor_bytes <= max(nbytes, timings[0].tensor_bytes)]
+        return fitting[-1].bytes_per_second
 
 
 def measure_in_process(request: Request) -> Network:
@@ -131,10 +142,10 @@ class _Measurement:
         all_gather = self._collective(self._start_all_gather)
         pairs = self._pairs()
         # What fits into about half a second is enough to see the speed of a link.
-        size = max([one.tensor_bytes for one in all_reduce if one.seconds < 0.25], default=SIZES[0])
+        size = max([one.tensor_bytes for one in all_reduce if one.seconds < 0.25], default=self.request.sizes[0])
         links = self._links(pairs[:_MAX_LINKS], size, hosts)
         return Network(
-            dist.get_backend_config(),
+            dist.get_backend(),
             self.device.type,
             self.ranks,
             hosts,
@@ -173,9 +184,8 @@ class _Measurement:
 
     def _collective(self, start: Callable[[int], tuple[Callable[[], Any], int]]) -> tuple[Timing, ...]:
         timings: list[Timing] = []
-        for nbytes in SIZES:
-            grown = nbytes / timings[-1].tensor_bytes if timings else 1
-            if not self._has_time() or (timings and timings[-1].seconds * grown > 5):
+        for nbytes in self.request.sizes:
+            if not self._has_time() or (timings and timings[-1].seconds > _TOO_LONG_SECONDS):
                 break
             run, sent = start(nbytes)
             first = self._slowest([self._time(run)])[0]  # opens connections
@@ -241,10 +251,10 @@ class _Measurement:
     def _clock_offsets(self, hosts: Sequence[str]) -> dict[str, float]:
         """Returns by how much the clock of each machine is ahead of the first one's, within half of a round trip."""
         leaders = range(self.world.local_size, self.ranks, self.world.local_size)
+        if not self._has_time():
+            return {}
         offsets = torch.zeros(self.ranks, dtype=torch.float64, device=self.device)
         for leader in leaders:
-            if not self._has_time():
-                break
             clock = torch.zeros(1, dtype=torch.float64, device=self.device)
             best = float("inf")
             for _ in range(10):
@@ -309,6 +319,9 @@ def judge(network: Network) -> list[Finding]:
     where = f"{network.backend}, {network.ranks} ranks on {network.device}"
     findings = []
     for name, timings in (("all-reduce", network.all_reduce), ("all-gather", network.all_gather)):
+        if not timings:
+            findings.append(Finding("not checked", name, _NO_TIME))
+            continue
         fastest = max(timings, key=lambda one: one.bytes_per_second)
         says = f"{timings[0].seconds * 1e3:.3g} ms for 8 bytes, {say_speed(fastest.bytes_per_second)} from each rank"
         findings.append(Finding("fine", name, f"{says} ({where})"))
@@ -318,11 +331,11 @@ def judge(network: Network) -> list[Finding]:
 def _judge_links(links: Sequence[Link]) -> list[Finding]:
     """Finds links that are much slower than the others."""
     if not links:
-        return [Finding("not checked", "links", "the time for the measurement was over before")]
+        return [Finding("not checked", "links", _NO_TIME)]
     usual = statistics.median(link.bytes_per_second for link in links)
     slow = [link for link in links if link.bytes_per_second < usual / 3]
     if not slow:
-        return [Finding("fine", "links", f"{len(links)} measured, {say_speed(usual)} each way in the middle")]
+        return [Finding("fine", "links", f"{len(links)} measured, median {say_speed(usual)} each way")]
     worst = min(slow, key=lambda link: link.bytes_per_second)
     text = (
         f"rank {worst.ranks[0]} ({worst.hosts[0]}) and rank {worst.ranks[1]} ({worst.hosts[1]}) exchange "

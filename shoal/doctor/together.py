@@ -107,7 +107,8 @@ def _follow(board: Any, world: World) -> None:
         raise UserError("rank 0 of `shoal doctor` does not answer; look at what it prints")
     request = json.loads(board.get("request"))
     if request is not None:
-        _measure(world, Request(**{**request, "shapes": tuple(map(tuple, request["shapes"]))}), [])
+        lists = {"shapes": tuple(map(tuple, request["shapes"])), "sizes": tuple(request["sizes"])}
+        _measure(world, Request(**{**request, **lists}), [])
 
 
 def _measure(world: World, request: Request, findings: list[Finding]) -> Network | None:

@@ -98,6 +98,8 @@ class Option:
     name: str
     setting: str
     """The line of a config that turns it on, below `distributed:`."""
+    is_compression: bool
+    """True for compressed gradients, false for weights that are exchanged once in many steps."""
     sent_bytes: float
     """What each rank sends in a step."""
     payoff: Payoff
@@ -129,18 +131,22 @@ def compare_methods(
     length of a step's computing a method pays.
     """
     plain = all_reduce_bytes(4 * sum(shape.numel() for shape in shapes), ranks)
-    rows = [
-        (name, f"compression: {_inline(config)}", bytes_per_step(config, shapes, ranks)[1], coding_seconds[name])
+    options = [
+        Option(
+            name,
+            f"compression: {_inline(config)}",
+            True,
+            sent := bytes_per_step(config, shapes, ranks)[1],
+            would_pay(plain, sent, bytes_per_second, compute_seconds, coding_seconds[name]),
+        )
         for name, config in METHODS.items()
         if name in coding_seconds
     ]
-    rows.append(
-        (f"local_sgd, {LOCAL_STEPS} steps", f"local_sgd: {{sync_every: {LOCAL_STEPS}}}", plain // LOCAL_STEPS, 0.0)
+    sent = plain // LOCAL_STEPS
+    payoff = would_pay(plain, sent, bytes_per_second, compute_seconds, 0.0)
+    options.append(
+        Option(f"local_sgd, {LOCAL_STEPS} steps", f"local_sgd: {{sync_every: {LOCAL_STEPS}}}", False, sent, payoff)
     )
-    options = [
-        Option(name, setting, sent, would_pay(plain, sent, bytes_per_second, compute_seconds, coding))
-        for name, setting, sent, coding in rows
-    ]
     options.sort(key=lambda option: option.payoff.compressed_seconds)
     return Comparison(plain, plain / bytes_per_second, tuple(options))
 
