@@ -141,8 +141,8 @@ class _Measurement:
         all_reduce = self._collective(self._start_all_reduce)
         all_gather = self._collective(self._start_all_gather)
         pairs = self._pairs()
-        # What fits into about half a second is enough to see the speed of a link.
-        size = max([one.tensor_bytes for one in all_reduce if one.seconds < 0.25], default=self.request.sizes[0])
+        # A tensor that takes up to a second: smaller ones fit into the buffers of a slow network, and look fast.
+        size = max([one.tensor_bytes for one in all_reduce if one.seconds < 1.0], default=self.request.sizes[0])
         links = self._links(pairs[:_MAX_LINKS], size, hosts)
         return Network(
             dist.get_backend(),
