@@ -92,7 +92,7 @@ def _judge_speed(case: Case, where: str, existing: Path, speed: DiskSpeed, check
 
 
 def _in_gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _in_seconds(seconds: float) -> str:

@@ -87,7 +87,7 @@ def check_gpu_links(case: Case) -> list[Finding]:
 
     count = len(case.machine.gpus)
     if count < 2:
-        return [Finding("not checked", "links of GPUs", f"torch sees {count} of them")]
+        return [Finding("not checked", "links of GPUs", "there is one GPU" if count else "torch sees no GPU")]
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     topology = _output(["nvidia-smi", "topo", "-m"]) or ""

@@ -287,7 +287,7 @@ class _Measurement:
                 config.model_copy(update={"start_step": 0}), None, {"dp_replicate": self.ranks}
             )
             took = []
-            for step in range(3):  # the first one allocates
+            for step in range(6):  # the first one allocates, and on a busy machine some are too long
                 gradients = {
                     str(index): torch.randn(shape, device=self.device, generator=generator)
                     for index, shape in enumerate(shapes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from shoal.doctor.diagnosis import Diagnosis
 from shoal.doctor.findings import LEVELS, Finding
@@ -17,15 +18,27 @@ _WIDTH = 118
 def format_text(diagnosis: Diagnosis) -> str:
     """Returns what `shoal doctor` prints: findings by level, then tables of what was measured."""
     lines = []
+    findings = _merge_hosts(diagnosis.findings, len(diagnosis.machines))
     for level in LEVELS:
-        found = [finding for finding in diagnosis.findings if finding.level == level]
+        found = [finding for finding in findings if finding.level == level]
         if found:
             lines += [level.upper(), *(line for finding in found for line in _lines(finding)), ""]
     if diagnosis.network:
         lines += [*_network_lines(diagnosis.network), ""]
     if diagnosis.comparison:
         lines += [*_comparison_lines(diagnosis.comparison), ""]
-    return "\n".join([*lines, _verdict(diagnosis)])
+    return "\n".join([*lines, _verdict(findings)])
+
+
+def _merge_hosts(findings: Sequence[Finding], machines: int) -> list[Finding]:
+    """Returns the findings, with one in place of those that several machines share."""
+    hosts: dict[Finding, list[str]] = {}
+    for finding in findings:
+        hosts.setdefault(replace(finding, host=""), []).append(finding.host)
+    return [
+        replace(finding, host="all machines" if 1 < machines == len(names) else ", ".join(names))
+        for finding, names in hosts.items()
+    ]
 
 
 def _lines(finding: Finding) -> Iterator[str]:
@@ -66,8 +79,8 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield f"  {option.setting:<46} {option.sent_bytes / 1e6:>10.4g} {payoff.compressed_seconds:>9.3g}   {pays}"
 
 
-def _verdict(diagnosis: Diagnosis) -> str:
-    counts = {level: sum(finding.level == level for finding in diagnosis.findings) for level in LEVELS}
+def _verdict(findings: Sequence[Finding]) -> str:
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     return ", ".join(f"{count} {level}" for level, count in counts.items() if count)
 
 

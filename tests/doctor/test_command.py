@@ -59,8 +59,9 @@ def test_findings_are_shown_with_the_worst_first() -> None:
         Finding("will break", "known bad: x", "y", "unset y", "https://z", host="node-b"),
         Finding("not checked", "GPUs", "none"),
         Finding("slow or surprising", "links", "slow \x1b[2J", "mend them"),
+        *(Finding("fine", "backends", "gloo", host=host) for host in ("node-a", "node-b")),
     ]
-    assert format_text(conclude(None, [Machine()], found)).splitlines() == [
+    assert format_text(conclude(None, [Machine("node-a"), Machine("node-b")], found)).splitlines() == [
         "WILL BREAK",
         "  known bad: x: node-b: y",
         "    → unset y",
@@ -75,8 +76,9 @@ def test_findings_are_shown_with_the_worst_first() -> None:
         "",
         "FINE",
         "  disk: fast",
+        "  backends: all machines: gloo",
         "",
-        "1 will break, 1 slow or surprising, 1 not checked, 1 fine",
+        "1 will break, 1 slow or surprising, 1 not checked, 2 fine",
     ]
 
 
@@ -182,7 +184,6 @@ def test_ten_problems_at_once(toy: ToyRun) -> None:
     }
     slow = {check for check, finding in found.items() if finding["level"] == "slow or surprising"}
     assert slow >= {
-        "name of this host",
         *(f"known bad: {name}" for name in ("more threads than cores", "TORCH_COMPILE_DISABLE", "NCCL_TIMEOUT")),
     }
     assert all(found[check]["fix"] for check in breaks | slow)
