@@ -49,20 +49,21 @@ def doctor(
     world = find_world(run)
     if procs is not None and world.size > 1:
         raise UserError(
-            f"--procs {procs}: {world.environment} says how many processes there are; leave --procs out, or set "
-            "launch.procs_per_node"
+            f"--procs {procs}: the run has {world.size} processes or machines already ({world.environment}); leave "
+            "--procs out, or set launch.procs_per_node"
         )
     if run is not None and world.starts and world.size > 1:
         from shoal.launch.launcher import start
 
         flags = [flag for flag in ("--json", "--debug") if flag in sys.argv]
         raise typer.Exit(start(run, world, ["doctor", *words, *flags]))
-    name = str(config) if config else None
-    diagnosis = (
-        diagnose_together(run, name, world)
-        if world.size > 1
-        else diagnose_here(run, name, world, procs, _show_check if sys.stderr.isatty() else lambda check: None)
-    )
+    name, on_terminal = str(config) if config else None, sys.stderr.isatty()
+    if world.size > 1:
+        diagnosis = diagnose_together(run, name, world)
+    else:
+        diagnosis = diagnose_here(run, name, world, procs, _show_check if on_terminal else lambda check: None)
+        if on_terminal:
+            _show_check("")
     if diagnosis is None:  # rank 0 has it
         return
     print(json.dumps(diagnosis.as_dict(), indent=1) if as_json else format_text(diagnosis), flush=True)
@@ -71,5 +72,6 @@ def doctor(
 
 
 def _show_check(name: str) -> None:
-    """Shows on a terminal what is being examined, on a line that the next one overwrites."""
-    print(f"\rexamining: {name}\033[K", end="\r", file=sys.stderr, flush=True)
+    """Shows on a terminal what is being examined, on a line that the next one overwrites; an empty name clears it."""
+    text = f"examining: {name}" if name else ""
+    print(f"\r{text}\033[K\r", end="", file=sys.stderr, flush=True)

@@ -102,7 +102,7 @@ def test_procs_are_not_for_a_process_that_a_launcher_started(toy: ToyRun, monkey
         monkeypatch.setenv(name, value)
     result = toy.call("doctor", "run.yaml", "--procs", "2")
     assert result.returncode == 2
-    assert "--procs 2: RANK and LOCAL_RANK says how many" in result.stderr
+    assert "--procs 2: the run has 2 processes or machines already (RANK and LOCAL_RANK)" in result.stderr
 
 
 def test_a_run_for_a_cluster_is_examined_outside_of_its_job(toy: ToyRun) -> None:
