@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"callbacks", "checkpoint", "config", "data", "launch", "observe", "parallel", "processes", "strategies"}
     | {"lora", "quantised", "training"}
     | {"transform", "weights"},
-    "cli": BASE | {"api", "checkpoint", "config", "launch", "processes", "training", "verify"},
+    "doctor": BASE | {"config", "launch", "parallel", "processes", "strategies", "training", "weights"},
+    "cli": BASE | {"api", "checkpoint", "config", "doctor", "launch", "processes", "training", "verify"},
 }
 
 
