@@ -41,7 +41,7 @@ class OwnTime:
             self._stretches.append([self._mark()])
 
     def stop(self) -> None:
-        """Ends the stretch. Called again, it makes the stretch longer: DDP has one bucket of gradients after another."""
+        """Ends the stretch. Called again, it makes the stretch longer: DDP has several buckets of gradients."""
         if self._stretches:
             self._stretches[-1][1:] = [self._mark()]
 

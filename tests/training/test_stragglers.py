@@ -141,8 +141,8 @@ def test_a_rank_is_named_once_and_only_if_two_windows_agree() -> None:
     assert judge(slowest(3, 1.5), 2.0) is None  # may be an accident
     assert judge(slowest(2, 1.5), 2.0) is None  # another one
     assert judge(slowest(2, 1.5), 2.0) == (
-        "rank 2 (host node7) is 1.50 times slower than its peers, and they wait for it: by itself it takes 1.5 s a step "
-        "(data 0.25 s, computing 1.25 s), they take 1 s (logging.straggler_factor = 1.3)"
+        "rank 2 (host node7) is 1.50 times slower than its peers, and they wait for it: by itself it takes 1.5 s a "
+        "step (data 0.25 s, computing 1.25 s), they take 1 s (logging.straggler_factor = 1.3)"
     )
     assert judge(slowest(2, 1.5), 2.0) is None  # it is known
     assert judge(slowest(2, 1.2), 2.0) is None  # it has recovered
