@@ -201,3 +201,12 @@ def test_every_quote_is_compared() -> None:
     beginnings = re.findall(r'"((?:shoal: |warning: |batch |replicas |some )[^"]+)"', Path(__file__).read_text())
     for one in QUOTES:
         assert any(one.startswith(beginning) for beginning in beginnings), one
+
+
+def test_every_key_on_the_page_is_a_key(toy: ToyRun) -> None:
+    sections = "training|distributed|logging|launch|checkpoint|experiment"
+    keys = {*re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)", PAGE.read_text())}
+    assert len(keys) > 15
+    for key in keys:
+        errors = toy.call("config", "run.yaml", f"{key}=null").stderr  # the value may be wrong
+        assert "is not a key" not in errors
