@@ -20,7 +20,7 @@ from shoal.processes.desync import Desync, check_replicas
 from shoal.processes.flight_recorder import Collective, Flight, find_absent
 from shoal.processes.watchdog import RankStatus, describe_hang
 from shoal.training import train
-from shoal.training.stragglers import OwnTimes, Slowest, Stragglers
+from shoal.training.stragglers import OwnTimes, Stragglers
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 QUOTES = re.findall(r"^```text\n(.*?)\n```", PAGE.read_text(), re.M | re.S)
@@ -51,10 +51,11 @@ def test_out_of_memory(toy: ToyRun, change_recipe: Change) -> None:
 
 
 def test_a_slow_rank() -> None:
-    judge = Stragglers(1.3).judge
-    slow = Slowest(1, OwnTimes("node3", 0, 0.002, 0.308), 0.206)
-    assert judge(slow, 0.4) is None
-    assert_quoted("warning: rank 1 (host", f"warning: {judge(slow, 0.4)}")  # tests/training/test_stragglers.py has runs
+    ranks = [OwnTimes("node3", 0, 0.01, 5, (seconds,) * 5) for seconds in (0.204, 0.308)]
+    stragglers = Stragglers(1.3)
+    assert stragglers.add(ranks, 2.0) is None
+    warning = f"warning: {stragglers.add(ranks, 2.0)}"  # tests/training/test_stragglers.py has runs
+    assert_quoted("warning: rank 1 (host", warning)
 
 
 def test_nccl_without_a_gpu(toy: ToyRun) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from math import inf
-from statistics import median
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from shoal.strategies.contract import prepare_batch
 from shoal.tensors import map_tensors
 from shoal.training.metric_sums import SinceLog, add_up, means, sum_over_ranks, to_host
 from shoal.training.session import Session
-from shoal.training.stragglers import OwnTimes, Slowest, Stragglers, find_slowest
+from shoal.training.stragglers import OwnTimes, Stragglers, find_slowest
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
@@ -67,8 +66,7 @@ class Meter:
         Without `restart` the next line begins where this one began. All ranks call it together.
         """
         _, info = self._steps[-1]
-        num_steps = len(self._steps)
-        slowest = self._settle(loader)
+        times = self._settle(loader)
         seconds, since_log = max(time.perf_counter() - self._since, 1e-9), self._since_log
         measured = {**means(since_log.metrics), **self._objects.compute(since_log.object_paths)}
         metrics = {
@@ -82,10 +80,10 @@ class Meter:
         if self.flops_per_sample and self._peak_flops:
             samples_per_second = (loader.position - self._position) / seconds
             metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
-        if slowest is not None:
+        if slowest := find_slowest(times):
             metrics |= {"train/slowest_rank": slowest.rank, "train/slowest_ratio": slowest.ratio}
         # The first step compiles and fills caches, which takes ranks different times.
-        self.straggler = None if self._is_first_line else self._stragglers.judge(slowest, seconds / num_steps)
+        self.straggler = self._stragglers.add(times, seconds) if times and not self._is_first_line else None
         self._is_first_line = False
         if restart:
             self._objects.reset(since_log.object_paths)
@@ -116,14 +114,14 @@ class Meter:
         if self._own_time is not None:
             self._own_time.is_on = is_measured
 
-    def _settle(self, loader: Loader | None = None) -> Slowest | None:
+    def _settle(self, loader: Loader | None = None) -> list[OwnTimes]:
         """Waits for the steps since the last call, and adds them up, one after another and in float64.
 
         So a line of the log does not depend on where checkpoints and evaluations settled in between. With `loader` the
-        ranks are compared, too, and the slowest is returned.
+        times of all ranks since the clock was restarted are returned, too, if they were measured.
         """
         if not self._steps:
-            return None
+            return []
         since_log = self._since_log
         totals = torch.stack([output.total for output, _ in self._steps]).tolist()
         counts = torch.stack([output.count for output, _ in self._steps]).tolist()
@@ -143,15 +141,15 @@ class Meter:
             self._skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self._steps.clear()
-        return find_slowest(times_by_rank)
+        return [] if None in times_by_rank else times_by_rank
 
     def _own_times(self, loader: Loader) -> OwnTimes | None:
         """Returns the times of this rank since the clock was restarted, if any step since then was measured."""
         if self._own_time is None or not (computing := self._own_time.take_seconds()):
             return None
         stage = coordinates(self._strategy.rank, self._strategy.layout.mesh)["pp"]
-        data = (loader.waited_seconds - self._waited) / len(self._steps)
-        return OwnTimes(socket.gethostname(), stage, data, median(computing))
+        data = loader.waited_seconds - self._waited
+        return OwnTimes(socket.gethostname(), stage, data, len(self._steps), tuple(computing))
 
 
 def flops_per_sample(
