@@ -78,7 +78,7 @@ def dump_flight_recorders() -> list[bytes]:
 
     The documented way is files that torch writes at its own timeout, and they are pickles.
     """
-    c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
+    c10d: Any = torch._C._distributed_c10d
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     return [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
 

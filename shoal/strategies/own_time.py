@@ -83,5 +83,5 @@ class OwnTime:
 
 def innermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns those of the modules that contain none of the others."""
-    chosen = [*modules]
-    return [one for one in chosen if not any(other is not one and other in set(one.modules()) for other in chosen)]
+    chosen = {*modules}
+    return [one for one in chosen if not any(inner in chosen for inner in one.modules() if inner is not one)]
