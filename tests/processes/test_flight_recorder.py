@@ -7,6 +7,7 @@ comes from a run over NCCL. A run over gloo that really hangs is in `test_watchd
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from shoal.processes.flight_recorder import Flight, find_absent, read_flight
+from shoal.strategies import DDPStrategy
 from shoal.torch_private import dump_flight_recorders
 
 DUMPS = Path(__file__).parent / "flights"
@@ -105,6 +107,18 @@ def test_torch_records_gloo_in_this_format(pool2: Pool) -> None:
     for flight in pool2.run(recorded_calls):
         assert flight.pending == []
         assert [*flight.called.values()] >= [1]
+
+
+def buffer_size() -> str | None:
+    with DDPStrategy(device="cpu"):
+        return os.environ.get("TORCH_FR_BUFFER_SIZE")
+
+
+def test_a_run_records_unless_it_is_turned_off(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    assert pool2.run(buffer_size, init=False) == ["2000"] * 2
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert pool2.run(buffer_size, init=False) == ["0"] * 2
 
 
 @pytest.mark.parametrize("key", ["process_group", "collective_seq_id", "state"])
