@@ -52,6 +52,7 @@ __all__ = [
     "compile_counts",
     "declare_skips_on_device",
     "default_store",
+    "dump_flight_recorders",
     "foreach_add_",
     "foreach_div",
     "foreach_lerp",
@@ -70,6 +71,16 @@ __all__ = [
     "uncompiled",
     "version_of",
 ]
+
+
+def dump_flight_recorders() -> list[bytes]:
+    """Returns what torch has recorded of the last collectives, as JSON: of NCCL, where it was built in, and of gloo.
+
+    The documented way is files that torch writes at its own timeout, and they are pickles.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    return [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:

@@ -352,6 +352,9 @@ class LoggingConfig(Section):
     """Log to Weights & Biases: `true`, or a section."""
     mlflow: bool | MlflowConfig = False
     """Log to MLflow: `true`, or a section."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = 1.3
+    """Name a rank that takes so many times as long as its peers by itself, without waiting for others, in two windows
+    of `every` steps (at least 5) in a row. `null`: never."""
     profile: ProfileConfig | None = None
     """Record these steps with torch.profiler, to `profile/` in the run folder."""
 

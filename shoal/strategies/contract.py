@@ -34,6 +34,7 @@ from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
+from shoal.strategies.own_time import OwnTime
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
@@ -65,6 +66,8 @@ class Engaged:
     chunked_head: ChunkedHead | None = None
     exchange: CompressedExchange | LocalSGD | None = None
     """What replicas exchange instead of gradients as they are, if they do."""
+    own_time: OwnTime | None = None
+    """Measures what this rank computes in a step without waiting for others."""
     restarted: str = ""
     """What of the last state that was loaded did not fit this rank and starts anew, in words."""
     not_in_force: dict[str, str] = field(default_factory=dict)
@@ -234,10 +237,15 @@ class DistributedStrategy(ABC):
 
         `trained` are the names of the parameters that get a gradient; by default all do.
         """
+        assert self._engine is not None
+        own_time = self._engine.own_time
         self._start_step()
+        own_time.begin(step)
+        own_time.start()
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
         own_count = self._sum(counts, micro_batches)
+        own_time.stop()
         count, self._step = self.sum_over_data(own_count), step
         # Under local_sgd every rank trains alone, on its slice of the batch.
         per_count = _per_count(own_count if self.layout.local_sgd else count, self._loss_scale)
@@ -247,6 +255,7 @@ class DistributedStrategy(ABC):
             self._executor.warm_up(batches[0], recipe, measures, step)
         with nullcontext() if trained is None else self._training_alone(model, trained):
             losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        own_time.end()
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
 

@@ -57,6 +57,7 @@ CPU = torch.device("cpu")
 class ZeroEngine(PlainEngine):
     """DeepSpeed's engine, with a check that every trained parameter gets a gradient."""
 
+    waits_in = "forward"
     has_gradients = False
     """True from a backward to the step that uses its gradients."""
 
@@ -214,6 +215,8 @@ class ZeroStrategy(DistributedStrategy):
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self._engine = engine = ZeroEngine(layout, self.device, self.mesh, reduction)
+        if self._stage < 3:  # stage 3 gathers weights all through the forward
+            engine.own_time.watch([model])
         engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
         self._partition = Partition(module, {parameter: name for name, parameter in model.named_parameters()})
         surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
@@ -223,6 +226,7 @@ class ZeroStrategy(DistributedStrategy):
         self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
         self._module_state, self._is_first_step = self._find_module_state(model), True
         self._held = self._find_held(model)
+        engaged.own_time = engine.own_time
         engaged.description = self._describe()
         engaged.parameter_bytes = self._partition.parameter_bytes(model)
         return [optimizer]

@@ -86,6 +86,8 @@ class InTurn:
         try:
             if not engine.is_warm:
                 self.warm_up(batches[0], recipe, measures, step)
+            if engine.waits_in != "forward":
+                engine.own_time.start()
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else nullcontext()
                 with engine.accumulate(index == last), alone:
@@ -96,6 +98,8 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
+            if engine.waits_in == "exchange":
+                engine.own_time.stop()
             engine.exchange(step)
         except RuntimeError as error:
             if (explained := engine.explain(error)) is None:

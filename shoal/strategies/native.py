@@ -35,6 +35,7 @@ from shoal.strategies.engines.local import LocalEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.module_state import check_storable
+from shoal.strategies.own_time import innermost
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
@@ -128,8 +129,11 @@ class NativeStrategy(DistributedStrategy):
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if kind is FSDPEngine and reduction == "sum" and len(builders) > 1:
             engine.is_warm = False
+        units = choose_units(model, plan, *wrapped) if layout.is_sharded_family else []
         if layout.is_sharded_family:
-            engine.shard(model, roots, choose_units(model, plan, *wrapped))
+            engine.shard(model, roots, units)
+        if engine.waits_in == "forward" or sides["pp"] > 1:
+            engine.own_time.watch(innermost([*roots, *map(model.get_submodule, units)]))
         # Memory, from here on.
         with memory or nullcontext():
             offload = engine.parameter_device if engine.parameter_device != self.device else None
@@ -153,6 +157,7 @@ class NativeStrategy(DistributedStrategy):
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
         self._module_state = self._find_module_state(model)
         self._held = self._find_held(model)
+        engaged.own_time = engine.own_time
         engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
         return optimizers

@@ -252,6 +252,10 @@ class Report:
                 sorted({str(piece.path) for reference in references.values() for piece in reference.pieces})
             )
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+        if strategy.world_size > 1:
+            factor, every = config.logging.straggler_factor, config.logging.every
+            named = f"a rank that takes {factor or 0:g} times as long as its peers is named, every {every} steps"
+            yield "stragglers", named if factor else "not looked for", ("logging.straggler_factor",)
         if not StopFlag.is_possible():
             yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)

@@ -331,7 +331,7 @@ class _Tracer:
 
     def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:
         objects = self.session.metric_objects
-        sums, paths = sum_over_ranks(self.strategy, to_host(steps), objects.paths_of(steps))
+        sums, paths, _ = sum_over_ranks(self.strategy, to_host(steps), objects.paths_of(steps))
         for step in sums:
             for name, value in means(step).items():
                 self.trace.metrics.setdefault(f"train/{name}", []).append(value)

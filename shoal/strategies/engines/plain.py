@@ -14,6 +14,7 @@ from shoal.config.layout import Layout
 from shoal.errors import UserError
 from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.parallel.compression.local_sgd import LocalSGD
+from shoal.strategies.own_time import OwnTime
 
 Reduction = Literal["sum", "mean", "none"]
 """How gradients are combined over data-parallel ranks. A strategy divides losses by the global count and needs the sum;
@@ -34,12 +35,15 @@ class PlainEngine:
     """The exchange of gradients between replicas, if they are compressed."""
     local_sgd: LocalSGD | None = None
     """The averages of weights, if replicas exchange these instead of gradients."""
+    waits_in: Literal["forward", "backward", "exchange"] = "exchange"
+    """Where a step's first wait for other ranks is, as far as the engine causes it."""
     is_warm = True
     """False until the engine has seen a first forward and backward; see `warm_up`."""
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None, reduction: Reduction):
         self.layout, self.device, self.mesh, self.reduction = layout, device, mesh, reduction
         self.parameter_device = device
+        self.own_time = OwnTime(device)
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
         """Cuts the parameters while they are on the meta device.
