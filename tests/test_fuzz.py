@@ -36,6 +36,7 @@ from shoal.config import Run, check_run, derive_batches, load_run
 from shoal.config.deepspeed_json import fit_json, read_json
 from shoal.config.layout import check_layout
 from shoal.config.mesh import data_size
+from shoal.config.shipped import FOLDER
 from shoal.config.yaml import flatten, format_value
 from shoal.errors import UserError
 from shoal.strategies import from_config
@@ -112,6 +113,24 @@ YAML_PIECES = (
     ),
     *("[" * 300, "- " * 300, "a: " * 50, "7" * 5000, "x" * 2000, "&a [*a]", "{? {a: 1} : 2}", "!!timestamp x", "\\"),
 )
+
+WORDS = {
+    "max_steps": -1,
+    "report_to": ["tensorboard"],
+    "lr_scheduler_kwargs": {"num_cycles": 0.5},
+    "adam_beta1": 0.9,
+    "adam_epsilon": 1e-8,
+    "warmup_steps": 0,
+    "save_strategy": "steps",
+    "greater_is_better": False,
+    "fp16": False,
+    "gradient_checkpointing": True,
+    "dataloader_num_workers": 0,
+    "mixed_precision": "bf16",
+    "group_by_length": False,
+    "resume_from_checkpoint": True,
+}
+"""Words of Hugging Face's that the ready file does not have."""
 
 
 def deep(depth: int) -> Any:
@@ -194,6 +213,9 @@ class Fuzzer:
         self.tree = self.run.tree()
         self.text = self.run.to_yaml()
         self.keys = [*flatten(self.tree)]
+        self.guide_text = (FOLDER / "fsdp_qlora_llama7b.yaml").read_text()
+        self.guide = {**yaml.safe_load(self.guide_text), "deepspeed": {"enabled": False, "config_file": "ds.json"}}
+        self.guide["training"] |= WORDS
         strategy = from_config(self.run.config)
         strategy.setup()
         recipe = self.run.recipe_type(self.run.recipe_config)
@@ -238,6 +260,8 @@ class Fuzzer:
             ("config tree", lambda rng: spoil(rng, self.tree), self.check_tree),
             ("YAML text", lambda rng: spoil_text(rng, self.text, YAML_PIECES), self.load_text),
             ("YAML bytes", lambda rng: spoil_bytes(rng, self.text.encode()), self.load_bytes),
+            ("guide", lambda rng: spoil(rng, self.guide), self.load_guide),
+            ("guide text", lambda rng: spoil_text(rng, self.guide_text, YAML_PIECES), self.load_text),
             ("override", self.override, lambda override: load_run(self.config_file(self.text.encode()), [override])),
             ("manifest", lambda rng: spoil(rng, self.json["manifest"]), self.open_manifest),
             ("frozen base", self.spoiled_base, self.open_manifest),
@@ -275,6 +299,15 @@ class Fuzzer:
         run = load_run(self.config_file(data))
         again = load_run(self.config_file(run.to_yaml().encode()))
         assert again.tree() == run.tree(), "the resolved file is another run"
+
+    def load_guide(self, tree: Any) -> None:
+        try:
+            text = yaml.safe_dump(tree)
+        except (yaml.YAMLError, RecursionError, ValueError):  # it cannot be written
+            return
+        self.load_text(text)
+        run = load_run(self.config_file(text.encode("utf-8", errors="surrogatepass")))
+        check_layout(run.config, run.make_recipe(), run.config.launch.processes, run.config.launch.procs_per_node)
 
     def override(self, rng: Random) -> str:
         key = rng.choice([rng.choice(self.keys), spoil_text(rng, rng.choice(self.keys), (".", "=", "a." * 200))])
@@ -457,6 +490,7 @@ def test_the_fuzzer_reaches_what_it_is_for(fuzzer: Fuzzer) -> None:
     """Unspoiled inputs are read without an error, and what is spoiled is often noticed."""
     fuzzer.check_tree(fuzzer.tree)
     fuzzer.load_text(fuzzer.text)
+    fuzzer.load_guide(fuzzer.guide)
     fuzzer.open_manifest(fuzzer.json["manifest"])
     fuzzer.open_manifest(fuzzer.with_base)
     fuzzer.open_trainer(fuzzer.json["trainer"])

@@ -36,9 +36,10 @@ class EarlyStopping(Callback):
         self._since_best = 0
 
     def on_start(self, run: RunHandle) -> None:
-        if not run.config.training.eval_steps:
+        if not (run.config.training.eval_steps or run.config.training.eval_epochs):
             raise UserError(
-                "callbacks: early_stopping needs evaluations during the run; set training.eval_steps, or leave it out"
+                "callbacks: early_stopping needs evaluations during the run; set training.eval_steps or eval_epochs, "
+                "or leave it out"
             )
 
     def after_evaluation(self, run: RunHandle, metrics: Mapping[str, float]) -> None:

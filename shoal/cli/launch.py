@@ -13,7 +13,9 @@ Target = Annotated[
     str | None, typer.Option("--on", metavar="TARGET", help="Where to start it: local, slurm, kubernetes or ray.")
 ]
 Nodes = Annotated[str | None, typer.Option(metavar="N", help="Number of machines, or MIN:MAX if some may leave.")]
-ProcsPerNode = Annotated[int | None, typer.Option(metavar="N", help="Number of processes on each machine.")]
+ProcsPerNode = Annotated[
+    str | None, typer.Option(metavar="N", help="Number of processes on each machine, or auto: one for every GPU.")
+]
 NodeRank = Annotated[int | None, typer.Option(metavar="N", help="The number of this machine, from 0.")]
 MasterAddr = Annotated[str | None, typer.Option(metavar="HOST", help="The address of machine 0.")]
 MasterPort = Annotated[int | None, typer.Option(metavar="PORT", help="A free port of machine 0.")]

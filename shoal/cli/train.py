@@ -120,7 +120,7 @@ def set_variables(config: Path, overrides: Sequence[str]) -> None:
     from shoal.launch.workers import QUIET_LAUNCHER
     from shoal.processes.detect import is_worker
 
-    tree, sources = read_with_overrides(config, overrides)
+    tree, sources, _ = read_with_overrides(config, overrides)
     launch = tree.get("launch")
     if not isinstance(launch, dict):
         return

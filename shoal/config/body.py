@@ -10,8 +10,7 @@ from shoal.config.callbacks import CallbackChoice
 from shoal.config.classes import OBJECT_PATH
 from shoal.config.importable import NOT_IMPORTABLE
 from shoal.config.imports import add_folders, import_object
-from shoal.config.validation import named
-from shoal.config.yaml import Sources
+from shoal.config.yaml import Sources, named
 from shoal.errors import UserError
 
 NO_WAY_BACK = "steps that you write yourself cannot be taken back to a checkpoint"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.classes import import_class
-from shoal.config.validation import fields_of, named, refuse_unknown, validate
-from shoal.config.yaml import Sources
+from shoal.config.validation import fields_of, refuse_unknown, validate
+from shoal.config.yaml import Sources, named
 from shoal.errors import UserError
 
 CALLBACKS = {

@@ -144,7 +144,11 @@ ZERO: Table = {
     },
     "stage": Accept(option="zero_stage"),
     **dict.fromkeys(
-        ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        (
+            "gather_16bit_weights_on_model_save",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+        ),
         "checkpoints open in every layout, and `shoal checkpoint export` writes 16 bits",
     ),
     "load_from_fp32_weights": "weights are always loaded in fp32",

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from shoal.config.importable import NOT_IMPORTABLE, config_of, is_built_from_config, recorded_name
-from shoal.config.overrides import find_leaves, merge, read_with_bases
+from shoal.config.overrides import Layer, merge, merge_layers, read_with_bases
 from shoal.config.run import RECIPE_SECTIONS, RECIPES, Run, check_run, name_after_file
 from shoal.config.schema import LoaderConfig
-from shoal.config.validation import named, validate
-from shoal.config.yaml import MAX_DEPTH, Sources, Tree, flatten
+from shoal.config.validation import validate
+from shoal.config.yaml import MAX_DEPTH, Sources, Tree, find_leaves, flatten, named
 from shoal.errors import UserError
 
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -27,11 +27,8 @@ def run_from_python(config: ConfigLike, recipe: Any, sections: Mapping[str, Any]
     Keys of `sections` may be dotted. `recipe` is a name as in a config file, a class, or an object; None leaves it to
     the config. `caller` is the source of all values that do not come from a file.
     """
-    tree: Tree = {}
-    sources: Sources = {}
+    tree, sources, remarks = merge_layers(_layers(config, sections, caller))
     folder = None
-    for later, later_sources in _layers(config, sections, caller):
-        tree, sources = merge(tree, later), {**sources, **later_sources}
     if isinstance(config, str | os.PathLike):
         folder = Path(config).parent
         name_after_file(tree, sources, Path(config))
@@ -39,14 +36,14 @@ def run_from_python(config: ConfigLike, recipe: Any, sections: Mapping[str, Any]
         tree["recipe"], sources["recipe"] = recipe, caller
     recipe = tree.get("recipe")
     if recipe is None or isinstance(recipe, str):
-        return check_run(tree, _used(sources, tree), folder)
+        return check_run(tree, _used(sources, tree), folder, remarks=remarks)
     _check_recipe(recipe)
     tree["recipe"], sources["recipe"] = recipe_name(recipe), caller  # also if it came in a dict
     if not isinstance(recipe, type):
         _check_sections(recipe, tree, sources)
         built = _sections_of(recipe)
         tree, sources = merge(tree, built), {**dict.fromkeys(find_leaves(built), caller), **sources}
-    return check_run(tree, _used(sources, tree), folder, recipe)
+    return check_run(tree, _used(sources, tree), folder, recipe, remarks=remarks)
 
 
 def recipe_name(recipe: Any) -> str:
@@ -62,7 +59,7 @@ def recipe_name(recipe: Any) -> str:
     return NOT_IMPORTABLE + name.replace(":", ".")
 
 
-def _layers(config: ConfigLike, sections: Mapping[str, Any], caller: str) -> Iterator[tuple[Tree, Sources]]:
+def _layers(config: ConfigLike, sections: Mapping[str, Any], caller: str) -> Iterator[Layer]:
     """Yields the parts of the config in their order; the later wins."""
     if isinstance(config, Mapping):
         yield _plain_tree(dict(config), caller)
@@ -79,11 +76,11 @@ def _layers(config: ConfigLike, sections: Mapping[str, Any], caller: str) -> Ite
         yield _plain_tree(tree, caller)
 
 
-def _plain_tree(tree: Tree, caller: str) -> tuple[Tree, Sources]:
+def _plain_tree(tree: Tree, caller: str) -> Layer:
     recipe = tree.get("recipe")
     handed = {} if recipe is None or isinstance(recipe, str) else {"recipe": recipe}
     plain = _plain({key: value for key, value in tree.items() if key not in handed}, "")
-    return {**plain, **handed}, dict.fromkeys(find_leaves(plain), caller)
+    return Layer({**plain, **handed}, dict.fromkeys(find_leaves(plain), caller))
 
 
 def _plain(value: Any, dotted: str) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 
 from shoal.config.schema import TrainingConfig
 from shoal.config.schema_optimizers import Imported, ImportedOptimizer
-from shoal.config.validation import named
-from shoal.config.yaml import Sources
+from shoal.config.yaml import Sources, named
 from shoal.errors import UserError, one_line
 
 

@@ -1,34 +1,84 @@
-"""Merges a config file, the bases that it extends and the overrides of the command line; later values win."""
+"""Merges a config file, the bases that it extends and the overrides of the command line; later values win.
+
+Files in Hugging Face's words are translated first, each on its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 
-from shoal.config.yaml import MAX_DEPTH, Sources, Tree, is_section, parse_value, read_yaml
+from shoal.config.foreign.guide import defaults_for, from_guide, is_guide
+from shoal.config.foreign.rules import Remark
+from shoal.config.yaml import MAX_DEPTH, Sources, Tree, find_leaves, is_section, parse_value, read_yaml
 from shoal.errors import UserError, one_line
 
 COMMAND_LINE = "command line"
 MAX_FILES = 100
 """How many files a config may extend, counted each time: two bases that each have two bases are four, and so on."""
+ALTERNATIVES = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
+"""Keys of `training` of which a run has one: to set one on the command line replaces the other one of the file."""
 
 
-def read_with_overrides(path: Path, overrides: Sequence[str]) -> tuple[Tree, Sources]:
-    """Returns the merged tree, and where each of its values came from by dotted key."""
+class Layer(NamedTuple):
+    """A part of a config: a file, or what the command line or Python code sets."""
+
+    tree: Tree
+    sources: Sources
+    """Where each value was set, by dotted key."""
+    remarks: tuple[Remark, ...] = ()
+    """The keys of a file in other words that change nothing."""
+
+
+def read_with_overrides(path: Path, overrides: Sequence[str]) -> Layer:
+    """Returns a file, its bases and the overrides in one."""
+    parsed = [_parse_override(override) for override in overrides]
+    tree: Tree = reduce(merge, (layer.tree for layer in parsed), {})  # one layer, in which alternatives contradict
+    command_line = Layer(tree, {key: source for layer in parsed for key, source in layer.sources.items()})
+    return merge_layers([*read_with_bases(path), command_line])
+
+
+def read_with_bases(path: Path) -> list[Layer]:
+    """Returns the bases that a file extends and then the file.
+
+    Files in Hugging Face's words are translated. Their defaults come first of all, because what such a file leaves out
+    has the value that it would have there.
+    """
+    read = [Layer(tree, sources) for tree, sources in _read_with_bases(path, (), count())]
+    layers = [Layer(*from_guide(*layer[:2])) if is_guide(layer.tree) else layer for layer in read]
+    if layers != read:
+        layers.insert(0, Layer(*defaults_for(merge_layers(layers).tree)))
+    return layers
+
+
+def merge_layers(layers: Iterable[Layer]) -> Layer:
+    """Returns all layers in one; the later wins."""
     tree: Tree = {}
     sources: Sources = {}
-    for later, later_sources in (*read_with_bases(path), *map(_parse_override, overrides)):
-        tree, sources = merge(tree, later), {**sources, **later_sources}
-    return tree, {key: sources[key] for key in find_leaves(tree) if key in sources}
+    remarks: tuple[Remark, ...] = ()
+    for later in layers:
+        tree = merge(_without_alternatives(tree, later.tree), later.tree)
+        sources, remarks = {**sources, **later.sources}, remarks + later.remarks
+    return Layer(tree, {key: sources[key] for key in find_leaves(tree) if key in sources}, remarks)
 
 
-def read_with_bases(path: Path) -> Iterator[tuple[Tree, Sources]]:
-    """Yields the bases that a file extends and then the file, each with where its values came from."""
-    return _read_with_bases(path, (), count())
+def _without_alternatives(tree: Tree, later: Tree) -> Tree:
+    """Returns the tree without the keys of `training` that a later layer replaces by their alternatives."""
+    old, new = tree.get("training"), later.get("training")
+    if not is_section(old) or not is_section(new):
+        return tree
+    replaced = {
+        other
+        for pair in ALTERNATIVES
+        for key, other in (pair, pair[::-1])
+        if new.get(key) is not None and other not in new
+    }
+    return {**tree, "training": {key: value for key, value in old.items() if key not in replaced}}
 
 
 def merge(tree: Tree, later: Tree) -> Tree:
@@ -56,7 +106,7 @@ def _read_with_bases(path: Path, extended_by: tuple[Path, ...], files: Iterator[
     yield tree, sources
 
 
-def _parse_override(override: str) -> tuple[Tree, Sources]:
+def _parse_override(override: str) -> Layer:
     """Returns `training.max_steps=5` as a tree."""
     key, equals, text = override.partition("=")
     key = key.strip()  # "training.max_steps = 5"
@@ -73,13 +123,4 @@ def _parse_override(override: str) -> tuple[Tree, Sources]:
         ) from None
     for part in reversed(key.split(".")):
         tree = {part: tree}
-    return tree, dict.fromkeys(find_leaves(tree), COMMAND_LINE)
-
-
-def find_leaves(value: Any, dotted: str = "") -> Iterator[str]:
-    """Yields the dotted keys of all values that are not sections."""
-    if not is_section(value):
-        yield dotted
-        return
-    for key, inner in value.items():
-        yield from find_leaves(inner, f"{dotted}.{key}" if dotted else key)
+    return Layer(tree, dict.fromkeys(find_leaves(tree), COMMAND_LINE))

@@ -13,13 +13,14 @@ from pydantic import TypeAdapter
 from shoal.config.body import check_callbacks_of_body, import_body
 from shoal.config.callbacks import CallbackChoice, check_callbacks
 from shoal.config.classes import import_class, say_choices
+from shoal.config.foreign.rules import Remark
 from shoal.config.importable import NOT_IMPORTABLE, config_of
 from shoal.config.imports import check_imports
 from shoal.config.mesh import check_cut
 from shoal.config.overrides import read_with_overrides
 from shoal.config.schema import Config, LoaderConfig
-from shoal.config.validation import fields_of, named, refuse_unknown, validate
-from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section
+from shoal.config.validation import fields_of, refuse_unknown, validate, without_null_sections
+from shoal.config.yaml import Sources, Tree, flatten, format_value, is_section, named
 from shoal.errors import UserError
 
 RECIPES = {
@@ -50,6 +51,10 @@ class Run:
     """The recipe itself, if Python code handed over an object."""
     body: Any = None
     """The function that computes every step, if it is not the recipe's loss that does."""
+    remarks: tuple[Remark, ...] = ()
+    """The keys of a file in other words that change nothing, with the reasons."""
+    uses_every_gpu: bool = False
+    """True if `launch.procs_per_node` is `auto`, so that the config has the number of GPUs of this machine."""
 
     def make_recipe(self) -> Any:
         """Returns the recipe: the object that was handed over, or a new one of its class and config."""
@@ -77,7 +82,8 @@ class Run:
             tree, derived = self._changed(tree), {}
         rows = [*_rows(tree, self.sources, derived)]
         width = min(60, max(len(left) for left, _ in rows))
-        return "".join(f"{left:<{width}}  # {note}\n" if note else f"{left}\n" for left, note in rows)
+        lines = [f"{left:<{width}}  # {note}" if note else left for left, note in rows]
+        return "".join(f"{line}\n" for line in [*lines, *(f"# not in force: {remark}" for remark in self.remarks)])
 
     def _changed(self, tree: Tree) -> Tree:
         """Returns the part of the tree that differs from a run of the same recipe with defaults.
@@ -120,33 +126,42 @@ def _rows(tree: Tree, sources: Sources, derived: Mapping[str, Any], prefix: str 
 
 
 def source_of(dotted: str, sources: Sources) -> str:
-    """Returns where a key was set. The short form `optimizer: sgd` sets `optimizer.name`."""
-    return sources.get(dotted) or sources.get(dotted.removesuffix(".name")) or DEFAULT
+    """Returns where a key was set. The short form `optimizer: sgd` sets `optimizer.name`, others a mode or method."""
+    section, _, key = dotted.rpartition(".")
+    return sources.get(dotted) or (sources.get(section) if key in ("name", "mode", "method") else None) or DEFAULT
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Loads a config file with overrides such as `training.max_steps=5`; every mistake is a UserError of one line."""
-    tree, sources = read_with_overrides(Path(path), overrides)
+    tree, sources, remarks = read_with_overrides(Path(path), overrides)
     name_after_file(tree, sources, Path(path))
-    return check_run(tree, sources, import_from=Path(path).parent)
+    return check_run(tree, sources, import_from=Path(path).parent, remarks=remarks)
 
 
 def name_after_file(tree: Tree, sources: Sources, path: Path) -> None:
     """Gives a run without a name that of its config file, so that two configs do not share a run folder."""
-    experiment = tree.setdefault("experiment", {})
+    if tree.get("experiment") is None:
+        tree["experiment"] = {}
+    experiment = tree["experiment"]
     if isinstance(experiment, dict) and "name" not in experiment and path.stem:
         experiment["name"], sources["experiment.name"] = path.stem, "the file's name"
 
 
 def check_run(
-    tree: Tree, sources: Sources | None = None, import_from: Path | None = None, recipe: Any = None, body: Any = None
+    tree: Tree,
+    sources: Sources | None = None,
+    import_from: Path | None = None,
+    recipe: Any = None,
+    body: Any = None,
+    remarks: tuple[Remark, ...] = (),
 ) -> Run:
     """Checks a config as nested dicts, and returns it as a run. The recipe may be in the folder `import_from`.
 
     `recipe`, a class or an object, and `body` are what the tree has the recorded names of; without them, what it names
     is imported.
     """
-    sources = sources or {}
+    sources = dict(sources or {})
+    tree, uses_every_gpu = count_gpus(tree, sources)
     recipe_object = None if isinstance(recipe, type) else recipe
     recipe_type: Any = type(recipe) if recipe_object is not None else recipe
     if recipe is None:
@@ -157,7 +172,9 @@ def check_run(
     }
     if sections["dataset"] is not None:
         sections["dataset"] = {**LoaderConfig.model_fields, **sections["dataset"]}
-    refuse_unknown(tree, {**(fields_of(Config) or {}), **sections}, sources, f"recipe {tree['recipe']!r}")
+    fields = {**(fields_of(Config) or {}), **sections}
+    tree = without_null_sections(tree, fields)
+    refuse_unknown(tree, fields, sources, f"recipe {tree['recipe']!r}", root=fields)
 
     recipe_dataset = dict(tree.get("dataset", {}))
     loader = {key: recipe_dataset.pop(key) for key in LoaderConfig.model_fields if key in recipe_dataset}
@@ -170,14 +187,36 @@ def check_run(
         recipe_config = validate(recipe_type.Config, recipe_sections, sources)
     else:
         recipe_config = config_of(recipe_object) or {}
+    if uses_every_gpu and config.launch.target != "local":
+        raise UserError(
+            f"launch.procs_per_node = auto: launch.target = {config.launch.target} starts the run on other machines, "
+            "whose GPUs this one cannot count; give a number"
+        )
     callbacks = check_callbacks(config.callbacks, sources, import_from)
     if config.training.body is not None:
         check_callbacks_of_body(callbacks)
         body = body or import_body(config.training.body, sources, import_from)
-    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body)
+    run = Run(config, recipe_type, recipe_config, sources, callbacks, recipe_object, body, remarks, uses_every_gpu)
     if config.distributed.strategy == "mesh" and config.distributed.mesh is not None:
         check_cut(run.make_recipe(), config.distributed, config.distributed.mesh.model_dump())
     return run
+
+
+def count_gpus(tree: Tree, sources: Sources) -> tuple[Tree, bool]:
+    """Returns the tree with a number in place of `launch.procs_per_node: auto`, whose source then says where it comes
+    from; and whether there was an `auto`."""
+    launch, training = tree.get("launch"), tree.get("training")
+    if not isinstance(launch, dict) or launch.get("procs_per_node") != "auto":
+        return tree, False
+    import torch
+
+    number = torch.cuda.device_count()
+    why = "one process for every GPU of this machine" if number else "one process, because this machine has no GPU"
+    if isinstance(training, dict) and training.get("device") == "cpu":
+        number, why = 1, "one process, because training.device is cpu"
+    key = "launch.procs_per_node"
+    sources[key] = ", ".join(filter(None, (sources.get(key), f"auto: {why}")))
+    return {**tree, "launch": {**launch, "procs_per_node": max(1, number)}}, True
 
 
 def import_recipe(name: Any, sources: Sources, import_from: Path | None = None) -> type[Any]:

@@ -149,6 +149,10 @@ class TrainingConfig(Section):
 
     eval_steps: Positive | None = None
     """Evaluate after every n-th step. A recipe with evaluation data is always evaluated at the end."""
+    eval_epochs: Positive | None = None
+    """Evaluate after every n-th epoch: after the step in which it ends, because batches continue into the next one."""
+    eval_batch_size: Positive | None = None
+    """Samples in one micro-batch of one rank in evaluations. Default: as in training."""
     eval_batches: Positive | None = None
     """Evaluate on at most this many batches. Default: all evaluation data."""
     gc_steps: Positive = 100
@@ -189,8 +193,9 @@ class TrainingConfig(Section):
                 "lr_scheduler.timescale",
             ),
             (
-                isinstance(self.lr_scheduler, Plateau) and not self.eval_steps,
-                "lr_scheduler = plateau follows the evaluations of a run, but there are none; set eval_steps",
+                isinstance(self.lr_scheduler, Plateau) and not (self.eval_steps or self.eval_epochs),
+                "lr_scheduler = plateau follows the evaluations of a run, but there are none; set eval_steps or "
+                "eval_epochs",
             ),
             (
                 self.optimizer.name == "rprop" and (self.lr_scheduler.name != "constant"),
@@ -230,7 +235,8 @@ class LaunchConfig(Section):
     """Number of machines, or `MIN:MAX` for a run that goes on when machines leave, as long as MIN are left. If more
     than one, run the command on each machine, and say where they meet and which machine each is."""
     procs_per_node: Positive = 1
-    """Number of processes on each machine, usually one per GPU."""
+    """Number of processes on each machine, usually one per GPU. `auto`: one for every GPU of the machine, or one if it
+    has none."""
     env: Annotated[dict[str, str], BeforeValidator(_read_variables)] = {}  # noqa: RUF012, pydantic copies it
     """Environment variables for every process of the run, such as `NCCL_DEBUG: INFO`."""
     master_addr: str | None = None
@@ -275,6 +281,8 @@ class LaunchConfig(Section):
 class CheckpointConfig(Section):
     every: Positive | None = 100
     """Save after every n-th step, and always at the end. `null`: only at the end."""
+    every_epochs: Positive | None = None
+    """Save after every n-th epoch: after the step in which it ends."""
     every_minutes: Annotated[float, Field(gt=0)] | None = None
     """Also save when the last save was this many minutes ago."""
     keep_last: Positive = 3

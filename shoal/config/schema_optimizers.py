@@ -258,7 +258,8 @@ class InverseSqrt(Section):
 class Plateau(Section):
     name: Literal["plateau"]
     metric: str = "eval/loss"
-    """The metric of an evaluation that has to improve. Only evaluations after every `eval_steps` steps count."""
+    """The metric of an evaluation that has to improve. Evaluations by `eval_steps` and `eval_epochs` count, and not the
+    one at the end."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller (`min`) or a larger (`max`) metric is better."""
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1

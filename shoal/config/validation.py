@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from types import UnionType
@@ -11,8 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from shoal.config.yaml import Sources, Tree
-from shoal.errors import UserError, one_line, printable
+from shoal.config.hints import hint_for
+from shoal.config.yaml import Sources, Tree, named
+from shoal.errors import UserError, one_line
 
 
 def validate(model: Any, tree: Tree, sources: Sources) -> Any:
@@ -35,6 +36,7 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         return f"{named('.'.join([*keys, str(error['loc'][-1])]), sources)} is missing"
     name, message = named(".".join(keys), sources), error["msg"]
     if error["type"] == "union_tag_invalid":
+        name = name if ".".join(keys) in sources else named(".".join([*keys, "name"]), sources)
         tag, names = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         near = get_close_matches(str(tag)[:100], names.replace("'", "").split(", "), n=1)
         return f"{name} = {tag!r:.200} is not one of {names}" + "".join(f"; did you mean {one!r}?" for one in near)
@@ -42,14 +44,12 @@ def _explain(error: Any, tree: Tree, sources: Sources) -> str:
         message = "should be true or false"
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
+    # Of a contradiction in a section, `key = value: …`, name the key, which may have been written in other words.
+    key = message.partition(" = ")[0]
+    if isinstance(value, dict) and (dotted := ".".join([*keys, key])) in sources:
+        return f"{named(dotted, sources)}{one_line(message, 600)[len(key) :]}"
     shown = "" if error["type"] == "value_error" or isinstance(value, dict) else f" = {value!r:.200}"
     return f"{name}{shown}: {message[0].lower()}{one_line(message, 600)[1:]}"
-
-
-def named(dotted: str, sources: Sources) -> str:
-    """Returns a key with where it was set, for messages."""
-    shown = printable(dotted)[:300]
-    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
 
 
 def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:
@@ -70,28 +70,44 @@ def fields_of(annotation: Any, value: Any = None) -> Mapping[str, Any] | None:
     return sections[0] if len(sections) == 1 else None
 
 
-def refuse_unknown(tree: Tree, fields: Mapping[str, Any], sources: Sources, owner: str, prefix: str = "") -> None:
-    """Refuses unknown keys at any depth, with the key that was probably meant.
+def without_null_sections(tree: Tree, fields: Mapping[str, Any]) -> Tree:
+    """Returns the tree without sections that are null, at any depth: they are as if they had been left out."""
+    kept: Tree = {}
+    for key, value in tree.items():
+        inner = fields_of(fields.get(key), value)
+        if inner is not None and isinstance(value, dict):
+            kept[key] = without_null_sections(value, inner)
+        elif value is not None or not _may_be_section(fields.get(key)):
+            kept[key] = value
+    return kept
+
+
+def _may_be_section(annotation: Any) -> bool:
+    """Returns whether a key takes a section, or one of several sections, such as an optimizer."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated) else ()
+    return fields_of(annotation) is not None or any(map(_may_be_section, members))
+
+
+def refuse_unknown(
+    tree: Tree,
+    fields: Mapping[str, Any],
+    sources: Sources,
+    owner: str,
+    prefix: str = "",
+    root: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuses unknown keys at any depth, with the key that was probably meant. `root` has all sections of a config.
 
     pydantic's own `extra="forbid"` suggests nothing and does not reach into a user's plain models.
     """
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if key not in fields:
-            meant = " or ".join(f"{prefix}{name}" for name in _meant_by(str(key), fields))
-            hint = f"did you mean {meant}?" if meant else f"{owner} has {', '.join(fields) or 'no such section'}"
-            raise UserError(f"{named(dotted, sources)} is not a key; {hint}")
+            hint = hint_for(str(key), prefix, fields, root, fields_of)
+            known = f"{owner} has {', '.join(fields) or 'no such section'}"
+            raise UserError(f"{named(dotted, sources)} is not a key; {hint or known}")
         inner = fields_of(fields[key], value)
         if inner is not None and isinstance(value, dict):
-            refuse_unknown(value, inner, sources, f"section {dotted}" if inner else owner, f"{dotted}.")
+            refuse_unknown(value, inner, sources, f"section {dotted}" if inner else owner, f"{dotted}.", root)
         elif inner is not None and not prefix:
             raise UserError(f"{named(dotted, sources)} = {value!r:.200} should be a section of `key: value` lines")
-
-
-def _meant_by(key: str, fields: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the same key one section deeper, or keys that this one is short for, by their first words (`dp`) or
-    initials (`lr`), or the nearest key."""
-    deeper = [f"{name}.{key}" for name, annotation in fields.items() if key in (fields_of(annotation) or {})]
-    initials = {name: "".join(word[0] for word in name.split("_") if word) for name in fields}
-    short_for = [name for name in fields if len(key) > 1 and (name.startswith(f"{key}_") or initials[name] == key)]
-    return deeper or short_for or get_close_matches(key, fields, n=1, cutoff=0.5)

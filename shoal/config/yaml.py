@@ -182,9 +182,24 @@ def _construct(loader: Any, node: yaml.Node, path: Path, prefix: str, sources: S
     return tree
 
 
+def named(dotted: str, sources: Sources) -> str:
+    """Returns a key with where it was set, for messages."""
+    shown = printable(dotted)[:300]
+    return f"{shown} ({sources[dotted]})" if dotted in sources else shown
+
+
 def is_section(value: Any) -> bool:
     """True for a mapping with text keys. Other mappings, such as a schedule by epoch, are values."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def find_leaves(value: Any, dotted: str = "") -> Iterator[str]:
+    """Yields the dotted keys of all values that are not sections."""
+    if not is_section(value):
+        yield dotted
+        return
+    for key, inner in value.items():
+        yield from find_leaves(inner, f"{dotted}.{key}" if dotted else key)
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tree:

@@ -70,9 +70,10 @@ class Checkpoints:
         """The size of a checkpoint over all ranks."""
         if lack := self.manager.missing_space(self.expected_bytes):
             warn(f"{lack}; make room, or the run will not be saved")
-        if config.keep_best and not run.config.training.eval_steps:
+        if config.keep_best and not (run.config.training.eval_steps or run.config.training.eval_epochs):
             warn(
-                f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps only the end is evaluated"
+                f"checkpoint.keep_best = {config.keep_best}, but without training.eval_steps or eval_epochs only the "
+                "end is evaluated"
             )
         self.saved_at = time.monotonic()
         self.schedule_state: Callable[[], Mapping[str, Any]] | None = None

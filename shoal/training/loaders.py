@@ -51,8 +51,13 @@ def open_data(recipe: Any, config: Config) -> Data:
             raise UserError(f"recipe {type(recipe).__name__}: {method} has no samples; it must have at least one")
     if training.num_epochs and data.epoch_size is None:
         raise UserError("training.num_epochs needs data with a length, but the recipe gives a stream; use max_steps")
-    if training.eval_steps and not data.evaluation:
-        raise UserError(f"training.eval_steps = {training.eval_steps}, but the recipe has no evaluation data")
+    by_epoch = {"training.eval_epochs": training.eval_epochs, "checkpoint.every_epochs": saving.every_epochs}
+    for key, interval in by_epoch.items():
+        if interval and data.epoch_size is None:
+            raise UserError(f"{key} = {interval} needs data with a length, but the recipe gives a stream; count steps")
+    for key in ("eval_steps", "eval_epochs"):
+        if (interval := getattr(training, key)) and not data.evaluation:
+            raise UserError(f"training.{key} = {interval}, but the recipe has no evaluation data")
     if saving.keep_best and not data.evaluation:
         raise UserError(
             f"checkpoint.keep_best = {saving.keep_best}, but the recipe has no evaluation data to tell the best by; "
@@ -110,7 +115,7 @@ def open_loaders(session: Session, config: Config, data: Data, progress: Progres
     )
     resources.enter_context(closing(train))
     evaluation: dict[str, Loader] = {}
-    batch_size = progress.batches.phases[0].batch_size
+    batch_size = training.eval_batch_size or progress.batches.phases[0].batch_size
     whole = batch_size * session.strategy.data_size
     for prefix, dataset in data.evaluation.items():
         limit = len(dataset) if hasattr(dataset, "__len__") else None

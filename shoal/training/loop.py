@@ -117,6 +117,8 @@ class Shell:
         self.stopped_by = 0
         self._samples = checkpoints.progress.samples
         """The samples of the steps that are finished; the loader has given out those of the next one."""
+        self._step_start = checkpoints.progress.step_start
+        """The position of the first sample of the last step."""
         self.metrics: dict[str, float] = hooks.run.metrics
         self._save_soon = False
         """True if the next step should be saved: the evaluation was among the best, or the last save is long ago."""
@@ -178,10 +180,11 @@ class Shell:
                     if handle.requested_return is not None:
                         self.goes_back = self._go_back(handle.requested_return)
                         return
-                if self.step % eval_every == 0:
+                if self.step % eval_every == 0 or self.ends_epoch(training.eval_epochs):
                     self.evaluate(body)
                 ends = self.agree_to_stop() or handle.stop_reason is not None or self.step == self.total_steps
                 is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
+                is_due = is_due or self.ends_epoch(saving.every_epochs)
                 if is_due and not ends:
                     self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self.step % compare_every == 0:
@@ -196,7 +199,7 @@ class Shell:
         """Counts the step whose results are in `taken`."""
         output, info = self.taken
         handle = self.hooks.run
-        self.step, self._samples = self.step + 1, self.loaders.train.position
+        self.step, self._step_start, self._samples = self.step + 1, self._samples, self.loaders.train.position
         self.observers.meter.add(output, info)
         handle.step, handle.output, handle.info = self.step, output, info
         if self.hooks.calls["after_step"]:
@@ -247,8 +250,20 @@ class Shell:
 
     def owes_evaluation(self) -> bool:
         """Returns whether the checkpoint that this run resumed from was due for an evaluation that never ran."""
-        due = self.step % (self.config.training.eval_steps or _NEVER) == 0 or self.step >= self.total_steps
+        due = self.evaluation_is_due() or self.step >= self.total_steps
         return due and 0 < self.step == self.first_step and not self.checkpoints.progress.evaluated
+
+    def evaluation_is_due(self) -> bool:
+        """Returns whether the last step is one to evaluate after. The end of a run is evaluated besides."""
+        training = self.config.training
+        return self.step % (training.eval_steps or _NEVER) == 0 or self.ends_epoch(training.eval_epochs)
+
+    def ends_epoch(self, every: int | None) -> bool:
+        """Returns whether one of every `every` epochs has ended in the last step; with None, no epoch counts."""
+        if every is None or self.loaders.epoch_size is None:
+            return False
+        size = every * self.loaders.epoch_size
+        return self._samples // size > self._step_start // size
 
     def agree_to_stop(self) -> bool:
         """Returns whether any rank was asked to stop, which all of them then do after the same step.
@@ -345,6 +360,7 @@ class Shell:
         progress: dict[str, Any] = {
             "step": self.step,
             "samples": self._samples,
+            "step_start": self._step_start,
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }

@@ -66,7 +66,8 @@ def check_world(run: Run, world: World) -> None:
             f"launch.procs_per_node = {world.starts}, but 1 processes were started on this machine; use the command "
             "`shoal train` or torchrun"
         )
-    if "launch.procs_per_node" in run.sources and launch.procs_per_node != world.local_size:
+    is_given = "launch.procs_per_node" in run.sources and not run.uses_every_gpu
+    if is_given and launch.procs_per_node != world.local_size:
         raise UserError(
             f"launch.procs_per_node = {launch.procs_per_node}, but {world.local_size} processes were started on this "
             f"machine; remove the key or set it to {world.local_size}"

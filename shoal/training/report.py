@@ -183,7 +183,7 @@ class Report:
         contents = session.recipe.data_summary()
         yield "data", f"{size}: {contents}" if contents else size, ("dataset.name", "dataset.train_file")
         if sets := [prefix.removeprefix(EVAL_PREFIX).rstrip("/") for prefix in shell.loaders.evaluation]:
-            yield "evaluation", f"sets {', '.join(sets)}" if sets != [""] else "one set", ("training.eval_steps",)
+            yield "evaluation", self._evaluation(sets), ("training.eval_steps", "training.eval_epochs")
         if session.recipe.has_metrics:
             objects = [f"{path} ({type(one).__name__})" for path, one in session.metric_objects.by_path.items()]
             found = f", with the torchmetrics objects {', '.join(objects)}" if objects else ""
@@ -238,7 +238,7 @@ class Report:
             yield "recipe's hooks", own_hooks, ()
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30
         parts = {
-            f"every {saving.every} steps and at the end" if saving.every else "only at the end": True,
+            f"{_say_cadence(saving.every, saving.every_epochs)}at the end": True,
             f"the last {saving.keep_last} kept": True,
             f"the best {saving.keep_best} by {saving.metric} ({saving.mode})": saving.keep_best,
             f"every {saving.keep_every}th for good": saving.keep_every,
@@ -269,6 +269,9 @@ class Report:
         for key, why in self._idle_optimizer_keys().items():
             if keys := tuple(source for source in sources if f"{source}.".startswith(f"{key}.")):
                 yield "not in force", f"{key}: {why}", keys
+        if training.eval_batch_size and not shell.loaders.evaluation:
+            why = "the recipe has no evaluation data"
+            yield "not in force", f"training.eval_batch_size: {why}", ("training.eval_batch_size",)
         if config.dataset.drop_last and training.max_steps and shell.loaders.epoch_size:
             why = "training.max_steps ends the run, and every step is full"
             yield "not in force", f"dataset.drop_last: {why}", ("dataset.drop_last",)
@@ -278,6 +281,8 @@ class Report:
         place = ("launch.master_addr", "launch.master_port", "launch.node_rank")
         if (keys := tuple(key for key in place if key in sources)) and strategy.world.size == strategy.world.local_size:
             yield "not in force", f"{', '.join(keys)}: the run is on one machine", keys
+        for remark in shell.run.remarks:
+            yield "not in force", str(remark), ()
         for name, why in shell.hooks.idle().items():
             yield "not in force", f"callbacks: {name}: {why}", ("callbacks",)
         for key, why in engaged.not_in_force.items():
@@ -322,6 +327,13 @@ class Report:
         if name == "rprop":
             idle["training.max_grad_norm"] = "rprop uses the signs of gradients alone"
         return idle
+
+    def _evaluation(self, sets: list[str]) -> str:
+        """Returns what is evaluated, and when."""
+        training = self.training
+        said = f"sets {', '.join(sets)}" if sets != [""] else "one set"
+        said += f", {_say_cadence(training.eval_steps, training.eval_epochs)}at the end"
+        return said + (f", in micro-batches of {training.eval_batch_size}" if training.eval_batch_size else "")
 
     def _batch_advice(self, global_batch_size: int) -> str:
         """Returns a remark if the number of processes decides the global batch, and so the training."""
@@ -372,6 +384,13 @@ def _distinct(groups: list[dict[str, Any]], key: str) -> str:
     """Returns the different values of a key in the parameter groups, in their order."""
     values = dict.fromkeys(group[key] for group in groups if key in group and group["params"])
     return " and ".join(f"{value:g}" for value in values)
+
+
+def _say_cadence(steps: int | None, epochs: int | None) -> str:
+    """Returns when something happens besides the end of the run, such as `every 100 steps and `."""
+    parts = [f"every {steps} steps"] if steps else []
+    parts += [f"after every {f'{epochs} epochs' if epochs > 1 else 'epoch'}"] if epochs else []
+    return f"{', '.join(parts)} and " if parts else "only "
 
 
 def say_clipping(max_norm: float | None, max_value: float | None = None) -> str:

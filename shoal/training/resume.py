@@ -45,6 +45,8 @@ class Progress:
     batches: BatchSchedule
     step: int = 0
     samples: int = 0
+    step_start: int = 0
+    """The position of the first sample of the last step."""
     skipped_steps: int = 0
     since_log: SinceLog = field(default_factory=SinceLog)
     """What the next line of the log adds to."""
@@ -134,6 +136,7 @@ def restore(
             made_with=_earlier(checkpoint.manifest["config"], run.config.training, SCHEDULING),
             hooks=_hook_state(checkpoint, state),
             skipped_samples=tuple((start, end) for start, end in checkpoint.trainer.get("skipped_samples", ())),
+            step_start=checkpoint.trainer.get("step_start", checkpoint.trainer["samples"]),  # earlier versions had none
             **{key: checkpoint.trainer[key] for key in COUNTS},
         )
     if damages:  # a fresh start would soon delete what might still be rescued
@@ -188,7 +191,12 @@ def _check_position(checkpoint: Checkpoint) -> None:
     try:
         epochs, sizes = zip(*about["batches"], strict=True)
         numbers = {
-            0: [*epochs, *(checkpoint.trainer[key] for key in COUNTS), *_skipped_positions(checkpoint.trainer)],
+            0: [
+                *epochs,
+                *(checkpoint.trainer[key] for key in COUNTS),
+                checkpoint.trainer.get("step_start", 0),
+                *_skipped_positions(checkpoint.trainer),
+            ],
             1: [*sizes, about["layout"]["data_size"]],
         }
         right = isinstance(about["config"], dict) and all(

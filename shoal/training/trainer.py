@@ -307,8 +307,7 @@ class RecipeBody:
     def evaluate(self, shell: Shell) -> dict[str, float] | None:
         with evaluation_mode(self.model), self.strategy.average(self.model):
             metrics = self._evaluate(shell)
-        due = shell.step % (shell.config.training.eval_steps or 1) == 0  # the end of the run is evaluated besides
-        if metrics is not None and due and isinstance(self.schedule, PlateauSchedule):
+        if metrics is not None and isinstance(self.schedule, PlateauSchedule) and shell.evaluation_is_due():
             self.schedule.observe(metrics)
         return metrics
 

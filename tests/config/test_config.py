@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -52,6 +52,48 @@ def test_spaces_around_the_equals_sign_of_an_override(tmp_path: Path) -> None:
 def test_a_word_that_is_no_boolean_is_told_what_is(tmp_path: Path) -> None:
     message = refuse(tmp_path, MINIMAL, "training.compile=yes")
     assert message == "training.compile (command line) = 'yes': should be true or false"
+
+
+@pytest.mark.parametrize(
+    "section", ["dataset", "checkpoint", "distributed.fsdp", "training.optimizer", "logging.wandb"]
+)
+def test_a_section_that_is_null_is_as_if_it_were_left_out(tmp_path: Path, section: str) -> None:
+    assert load(tmp_path, MINIMAL, f"{section}=null").tree() == load(tmp_path, MINIMAL).tree()
+
+
+def test_a_null_section_of_a_file_is_switched_off(tmp_path: Path) -> None:
+    text = "recipe: text_lora\nmodel: {name: x}\nlora: {r: 4}\ndataset: {train_file: a}\ntraining: {max_steps: 5}\n"
+    assert load(tmp_path, text).recipe_config.lora.r == 4
+    assert load(tmp_path, text, "lora=null").recipe_config.lora is None
+    assert load(tmp_path, text, "lora=null", "lora.r=8").recipe_config.lora.r == 8
+    assert refuse(tmp_path, MINIMAL, "training=null") == "training (command line) is missing"
+    assert load(tmp_path, MINIMAL, "experiment=null").config.experiment.name == "run"
+
+
+def test_an_override_replaces_the_alternative_of_the_file(tmp_path: Path) -> None:
+    text = "recipe: bdh\ntraining: {num_epochs: 2, warmup_ratio: 0.1}\n"
+    run = load(tmp_path, text, "training.max_steps=7", "training.warmup_steps=3")
+    assert (run.config.training.max_steps, run.config.training.num_epochs) == (7, None)
+    assert (run.config.training.warmup_steps, run.config.training.warmup_ratio) == (3, None)
+    write(tmp_path, text, "base.yaml")
+    extended = load(tmp_path, "extends: base.yaml\ntraining: {max_steps: 7}\n").config.training
+    assert (extended.max_steps, extended.num_epochs, extended.warmup_ratio) == (7, None, 0.1)
+    assert "both set the end" in refuse(tmp_path, text, "training.max_steps=7", "training.num_epochs=3")
+    assert load(tmp_path, text, "training.max_steps=null").config.training.num_epochs == 2
+
+
+def test_short_forms_have_their_source(tmp_path: Path) -> None:
+    text = load(tmp_path, MINIMAL, "training.activation_checkpointing=full", "distributed.compression=topk").to_yaml()
+    assert re.search(r"mode: full +# command line", text)
+    assert re.search(r"method: topk +# command line", text)
+    assert re.search(r"every: 1 +# default", text)
+
+
+def test_hints_end_in_a_section_that_is_inside_of_itself(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    change_recipe("    size: int = 103", '    size: int = 103\n    inner: "DataSection | None" = None')
+    assert "did you mean dataset.size?" in refuse(toy.folder, toy.config.read_text(), "dataset.sizes=3")
 
 
 def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path) -> None:
@@ -212,6 +254,16 @@ def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
             "recipe: bdh\ntraining: {max_steps: 5, lr: 0.1}\n",
             ["did you mean training.learning_rate or training.lr_scheduler?"],
         ),
+        (
+            "recipe: bdh\ntraining: {max_steps: 5, per_device_train_batch_size: 4}\n",
+            ["training.per_device_train_batch_size", "did you mean training.batch_size?"],
+        ),
+        ("recipe: bdh\ntraining: {num_train_epochs: 5}\n", ["did you mean training.num_epochs?"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, output_dir: x}\n", ["did you mean experiment.output_dir?"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, cpu_offload: true}\n", ["did you mean distributed.fsdp.cpu_offload?"]),
+        ("recipe: bdh\ntraining: {max_steps: 5, neftune_noise_alpha: 5}\n", ["shoal adds no noise to embeddings"]),
+        (MINIMAL + "checkpoint: {eval_steps: 3}\n", ["did you mean training.eval_steps?"]),
+        (MINIMAL + "model: {dtype: bf16}\n", ["model.dtype", "section model has"]),
         (MINIMAL + "distributed: {tp: 2}\n", ["distributed.tp ", "did you mean distributed.mesh.tp?"]),
         (MINIMAL + "model: {n_layers: 2}\n", ["model.n_layers", "model.n_layer?"]),
         (MINIMAL + "lora: {rank: 2}\n", ["lora.rank", "bdh"]),
@@ -223,7 +275,10 @@ def test_sources_of_short_forms_and_sections(tmp_path: Path) -> None:
         ("recipe: bdh\ntraining: {max_steps: true}\n", ["training.max_steps", "True"]),
         ("recipe: bdh\ntraining: {max_steps: 5, learning_rate: fast}\n", ["training.learning_rate", "'fast'"]),
         ("recipe: bdh\ntraining: {max_steps: 5, mixed_precision: fp15}\n", ["mixed_precision", "fp15", "bf16"]),
-        ("recipe: bdh\ntraining: {max_steps: 5, num_epochs: 2}\n", ["max_steps", "num_epochs"]),
+        (
+            "recipe: bdh\ntraining: {max_steps: 5, num_epochs: 2}\n",
+            ["training.max_steps (", "run.yaml:2) = 5 and num_epochs"],
+        ),
         ("recipe: bdh\n", ["training"]),
         ("recipe: bdh\ntraining: {learning_rate: 1e-3}\n", ["max_steps or num_epochs"]),
         ("recipe: bdh\ntraining: 5\n", ["training", "5", "section"]),

@@ -546,7 +546,10 @@ DEEPSPEED = "distributed.strategy=deepspeed"
     [
         (["distributed.zero_stage=0"], r"distributed.zero_stage \(command line\): stage 0 of ZeRO shards nothing"),
         (["distributed.deepspeed.zero_stage=4"], "distributed.deepspeed.zero_stage"),
-        (["distributed.zero_stage=3", "distributed.deepspeed.zero_stage=1"], "deepspeed.zero_stage = 1, but its short"),
+        (
+            ["distributed.zero_stage=3", "distributed.deepspeed.zero_stage=1"],
+            r"deepspeed.zero_stage \(command line\) = 1, but its short",
+        ),
         (["distributed.offload=all"], "ZeRO stage 2 keeps all weights on every device; use zero_stage: 3"),
         (["distributed.zero_stage=3", "distributed.deepspeed.config_file=x.json"], "put it into the JSON"),
         (

@@ -90,6 +90,8 @@ class CausalLMRecipe(TextRecipe):
     @cached_property
     def added_token_ids(self) -> list[int]:
         """The numbers of the tokens in `model.added_tokens`."""
+        if not self.added_tokens:
+            return []  # without loading a tokenizer: a model can be built that has none
         ids = [self.tokenizer.encode(token).tolist() for token in self.added_tokens]
         known = self.tokenizer.vocab_size - len(ids)
         if ids != [[known + place] for place in range(len(ids))]:
