@@ -245,8 +245,11 @@ class DistributedStrategy(ABC):
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
             self._executor.warm_up(batches[0], recipe, measures, step)
-        with nullcontext() if trained is None else self._training_alone(model, trained):
+        if trained is None:
             losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        else:
+            with self._training_alone(model, trained):
+                losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
 
@@ -423,8 +426,8 @@ def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
     It is NaN for a negative count, so that the update is skipped and the skip is counted. All of it is computed on the
     device, so that the host does not wait for the count.
     """
-    scale = loss_scale.scale if loss_scale else 1.0
-    return torch.where(count > 0, scale / count, count.sqrt())  # the root is 0 for 0, and else NaN
+    scale = count.reciprocal() if loss_scale is None else count.reciprocal() * loss_scale.scale
+    return torch.where(count > 0, scale, count.sqrt())  # the root is 0 for 0, and else NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:
