@@ -386,8 +386,10 @@ class DistributedStrategy(ABC):
 
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Adds up the values of the micro-batches that are not fillers."""
-        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         like = values[0]
+        if len(values) == 1 and micro_batches[0].weight and isinstance(like, Tensor):
+            return like  # the usual case, without the calls below
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         first, *others = counted or [torch.zeros_like(like) if isinstance(like, Tensor) else 0]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
