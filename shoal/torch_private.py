@@ -17,6 +17,7 @@ from torch import _foreach_div as foreach_div
 from torch import _foreach_lerp as foreach_lerp
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 from torch.distributed import distributed_c10d
@@ -58,6 +59,7 @@ __all__ = [
     "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul_",
+    "foreach_norm",
     "foreach_sign_",
     "gradient_hooks",
     "is_fake",

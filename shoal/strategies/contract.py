@@ -253,8 +253,11 @@ class DistributedStrategy(ABC):
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
             self._executor.warm_up(batches[0], recipe, measures, step)
-        with nullcontext() if trained is None else self._training_alone(model, trained):
+        if trained is None:
             losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        else:
+            with self._training_alone(model, trained):
+                losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
         own_time.end()
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
@@ -392,8 +395,10 @@ class DistributedStrategy(ABC):
 
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Adds up the values of the micro-batches that are not fillers."""
-        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         like = values[0]
+        if len(values) == 1 and micro_batches[0].weight and isinstance(like, Tensor):
+            return like  # the usual case, without the calls below
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         first, *others = counted or [torch.zeros_like(like) if isinstance(like, Tensor) else 0]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
@@ -432,8 +437,8 @@ def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
     It is NaN for a negative count, so that the update is skipped and the skip is counted. All of it is computed on the
     device, so that the host does not wait for the count.
     """
-    scale = loss_scale.scale if loss_scale else 1.0
-    return torch.where(count > 0, scale / count, count.sqrt())  # the root is 0 for 0, and else NaN
+    scale = count.reciprocal() if loss_scale is None else count.reciprocal() * loss_scale.scale
+    return torch.where(count > 0, scale, count.sqrt())  # the root is 0 for 0, and else NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:

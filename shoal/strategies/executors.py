@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.seeding import mix, seed_generators
-from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.engines.plain import NOTHING, PlainEngine
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
 from shoal.tensors import module_state_kept
@@ -89,7 +89,7 @@ class InTurn:
             if engine.waits_in != "forward":
                 engine.own_time.start()
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
-                alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else nullcontext()
+                alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else NOTHING
                 with engine.accumulate(index == last), alone:
                     with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = measures.loss(engine.module(**model_inputs(recipe, batch)), batch, index)

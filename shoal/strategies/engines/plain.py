@@ -22,6 +22,10 @@ a hand-written loop has a mean over its own samples and needs the mean; "none" l
 the engine is built, because multiplying a loss by the number of ranks would round twice."""
 
 
+NOTHING = nullcontext()
+"""A context that does nothing. It may be entered again and again, so that no step has to make one."""
+
+
 class PlainEngine:
     """Computes with the model as it is."""
 
@@ -57,7 +61,7 @@ class PlainEngine:
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of a micro-batch; gradients are exchanged in the last one."""
-        return nullcontext()
+        return NOTHING
 
     def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
         """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
