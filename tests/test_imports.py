@@ -11,6 +11,7 @@ BASE = {"types", "errors", "forward", "seeding", "tensors", "torch_private"}
 ALLOWED: dict[str, set[str]] = {
     "config": BASE,
     "configs": set(),
+    "familiar": BASE | {"checkpoint", "config", "data", "launch", "parallel", "processes", "strategies", "weights"},
     "project_template": {"config", "recipes", "verify"},
     "data": BASE | {"config"},
     "observe": BASE | {"config"},

@@ -43,17 +43,17 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 
 
 @torch.no_grad()
-def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
+def restore_state(model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor], state: TrainState) -> None:
     """Loads a state one tensor at a time. Its values are whole tensors or on disk; each rank takes its part of them.
 
     The names must be those of the model. Weights that are not in the state, such as a frozen base that the model has
-    already, stay as they are.
+    already, stay as they are. Without an optimizer the weights alone are loaded.
     """
     for name, tensor in named_tensors(model).items():
         if name in state.model:
             local_part(tensor).copy_(part_in_layout(state.model[name], tensor))
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
             whole = sharded_parameter(parameter)
             slots = state.optimizer.get(names[whole], {})
