@@ -169,9 +169,7 @@ def _own_device() -> torch.device:
 
 def _split(batch: Tensor, number: int) -> tuple[Tensor, ...]:
     if not 1 <= number <= len(batch):
-        raise UserError(
-            f"num_microbatches = {number}: a batch of {len(batch)} has 1 to {len(batch)} of them; change it"
-        )
+        raise UserError(f"num_microbatches = {number}: use 1 to {len(batch)}, which is the number of samples")
     return batch.tensor_split(number)
 
 

@@ -317,11 +317,11 @@ class DistributedStrategy(ABC):
         strategy has not prepared. Without a model nothing is loaded, and what is returned also has all tensors, on the
         CPU: `model` by name, and `optimizer` by parameter and slot.
         """
-        from shoal.strategies.saving import load, load_plain, read
+        from shoal.strategies.saving import find_placed, load, load_plain, read
 
         if model is None:
             return read(Path(path))
-        if self._engine is None and optimizer is None:
+        if optimizer is None and find_placed(self, model) is None:
             return load_plain(Path(path), model)
         return load(self, Path(path), model, self._joined(optimizer, model) if optimizer else [], optimizer is None)
 

@@ -35,16 +35,23 @@ from shoal.types import TrainState
 _SAME_MODEL = "build the model it was saved from"
 
 
+def find_placed(strategy: DistributedStrategy, model: nn.Module) -> nn.Module | None:
+    """Returns the plain model inside `model`, which is itself, or what `Loop.wrap` returned; None for other models."""
+    if strategy._engine is None:
+        return None
+    engine = strategy.engine
+    wraps = isinstance(engine, DistributedDataParallel) or strategy.layout.engine == "deepspeed"
+    plain: nn.Module = engine.module if wraps else engine  # type: ignore[assignment]
+    return plain if uncompiled(model) in (engine, plain) else None
+
+
 def placed_model(strategy: DistributedStrategy, model: nn.Module) -> nn.Module:
-    """Returns the plain model inside `model`, which is itself, or what `Loop.wrap` returned. Refuses other models."""
+    """As `find_placed`, and refuses other models."""
     if strategy._engine is None:
         raise UserError(
             "the strategy has no model yet; call loop.wrap(model, build_optimizer), or strategy.prepare, first"
         )
-    engine = strategy.engine
-    wraps = isinstance(engine, DistributedDataParallel) or strategy.layout.engine == "deepspeed"
-    plain: nn.Module = engine.module if wraps else engine  # type: ignore[assignment]
-    if uncompiled(model) not in (engine, plain):
+    if (plain := find_placed(strategy, model)) is None:
         raise UserError(
             f"this {type(model).__name__} is not the model that the strategy has; give the one that loop.wrap, or "
             "strategy.prepare, returned"

@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "calls"
-ORDER = ("processes", "strategies", "checkpoints", "data_and_trainers", "layers", "pipeline", "small_things", "one_process")
-CALLS = [path for name in ORDER if (path := FOLDER / f"{name}.py").exists()]
+ORDER = ("processes", "strategies", "checkpoints", "data_and_trainers", "layers", "pipeline", "small_things")
+CALLS = [FOLDER / f"{name}.py" for name in ORDER]
 INTRODUCTION = """\
 # The words you know
 
-You have code, or an example, in the field's usual words. This page lists calls as people write them, and what each one \
-does here. All of them run in the tests as they stand here, on two processes where they are distributed. The names are \
-in `shoal`, and in `shoal.distributed`, from where scripts import them.
+You have code, or an example, in the field's usual words. This page lists calls as people write them, and what each \
+one does here. All of them run in the tests as they stand here, on two processes where they are distributed. The \
+names are in `shoal.distributed`, from where scripts import them, and most of them in `shoal`, too.
 
 Where a usual signature cannot be kept, the error says the right call.
 

@@ -10,6 +10,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+
 from familiar.page import CALLS, page, processes_of
 
 ROOT = Path(__file__).parent.parent.parent

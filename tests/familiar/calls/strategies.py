@@ -6,9 +6,9 @@ import functools
 import json
 from pathlib import Path
 
+from familiar.models import Block, Net, adamw, backward
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from familiar.models import Block, Net, adamw, backward
 from shoal import DeepSpeedStrategy, DistributedStrategy, FSDPStrategy, Loop, SingleGPUStrategy, SingleStrategy
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -104,15 +104,16 @@ strategy = DeepSpeedStrategy(
 
 zero = strategy.ds_config["zero_optimization"]
 assert (zero["stage"], zero["sub_group_size"], zero["offload_param"]["device"]) == (3, 1000, "cpu")
+assert "reduce_bucket_size" not in zero
 
 #: What DeepSpeed is told, in its own words, and its engine, which is there once the model is wrapped.
-settings, engine = strategy.ds_config, lambda: strategy.model_engine
+with strategy:
+    model, optimizer = Loop(strategy).wrap(Net(), adamw)
+    settings, engine = strategy.ds_config, strategy.model_engine
 
-assert built(strategy).engaged.checkpointed_modules == BLOCKS
-assert type(engine()).__name__ == "DeepSpeedEngine"
-assert engine().zero_optimization_stage() == 3
-assert strategy.ds_config["zero_optimization"]["reduce_bucket_size"] > 0
-assert "reduce_bucket_size" not in settings["zero_optimization"]
+assert strategy.engaged.checkpointed_modules == BLOCKS
+assert (type(engine).__name__, engine.zero_optimization_stage()) == ("DeepSpeedEngine", 3)
+assert settings["zero_optimization"]["reduce_bucket_size"] > 0
 
 #: A config of shoal's works, too.
 strategy = DeepSpeedStrategy({"distributed": {"zero_stage": 1}}, device="cpu")
