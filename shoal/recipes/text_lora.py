@@ -129,3 +129,9 @@ class TextLoraRecipe(CausalLMRecipe):
             exchange.describe(self.tokenizer, answer)
             for exchange, answer in zip(self._exchanges, answers.tolist(), strict=True)
         )
+
+
+if __name__ == "__main__":
+    from shoal.cli.recipe import main
+
+    main("text_lora")

@@ -13,8 +13,7 @@ INTRODUCTION = """\
 # The words you know
 
 You have code, or an example, in the field's usual words. This page lists calls as people write them, and what each \
-one does here. All of them run in the tests as they stand here, on two processes where they are distributed. The \
-names are in `shoal.distributed`, from where scripts import them, and most of them in `shoal`, too.
+one does here. All of them run in the tests as they stand here, on two processes where they are distributed.
 
 Where a usual signature cannot be kept, the error says the right call.
 
@@ -41,11 +40,19 @@ def page() -> str:
     """Returns the page."""
     text = INTRODUCTION
     for path in CALLS:
-        text += f"\n## {ast.get_docstring(ast.parse(path.read_text()))}\n\n| you know | here it is |\n| --- | --- |\n"
+        tree = ast.parse(path.read_text())
+        imports = "\n".join(ast.unparse(node) for node in tree.body if _imports_shoal(node))
+        text += (
+            f"\n## {ast.get_docstring(tree)}\n\n```python\n{imports}\n```\n\n| you know | here it is |\n| --- | --- |\n"
+        )
         for here, code in calls_of(path):
             cell = "<br>".join(f"`{_indented(line)}`" for line in code.splitlines())
             text += f"| {cell} | {here} |\n"
     return text
+
+
+def _imports_shoal(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module in ("shoal", "shoal.distributed", "shoal.strategies")
 
 
 def _indented(line: str) -> str:
