@@ -50,7 +50,7 @@ def module_of(recipe: str) -> str:
 def argv_of(module: str, folder: Path, *arguments: str) -> list[str]:
     """Returns the command of `shoal` that a module would run."""
     seen: list[list[str]] = []
-    with patch.object(import_module("shoal.cli.main"), "main", lambda: seen.append(sys.argv)):
+    with patch.object(import_module("shoal.cli.main"), "main", lambda: seen.append([*sys.argv])):
         code, _, err = run_main(module, folder, *arguments)
     assert code == 0, err
     return seen[0]

@@ -164,6 +164,7 @@ def verify(path: Path, base: Path | None = None) -> Iterator[dict[str, Any]]:
     the manifest, or from `base`, and only once for a whole run. A checkpoint whose frozen base is missing is not
     damaged, because its stored tensors can be used.
     """
+    path = named_checkpoint(path)
     _check_folder(path, "a folder")
     folders = _steps_in(path)
     if not folders and not (path / MANIFEST).exists() and not path.absolute().name.startswith("step_"):

@@ -61,12 +61,16 @@ class DistributedTrainer:
         self.model = self._wrap(model, **options)
         """The module to call; the plain model is `trainer.loop.model`."""
         self.loop, self.loss_fn, self.max_grad_norm, self.epoch = get_loop(self.model), loss_fn, max_grad_norm, 0
+        self._optimizer: Optimizer | None = None
+        self._without_optimizer: str | Path | None = None
+        """The checkpoint that was loaded before there was an optimizer."""
 
     def _wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         return wrap_model_ddp(model, **options)
 
     def train_epoch(self, dataloader: Iterable[Any], optimizer: Optimizer) -> float:
         """Trains one epoch and returns the mean loss over its batches and over all ranks."""
+        self._take(optimizer)
         loop, losses = self.loop, torch.zeros(2, device=self.loop.strategy.device)  # their sum and their number
         sampler = getattr(dataloader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
@@ -90,14 +94,22 @@ class DistributedTrainer:
     def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Loads what `save_checkpoint` wrote, and returns its state.
 
-        Give the optimizer if this trainer has not stepped it yet; without any, the weights alone are loaded.
+        The state of an optimizer that this trainer has not seen yet is loaded when `train_epoch` gets it.
         """
         if optimizer is not None:
-            self.loop.add(optimizer)
-        optimizer = optimizer or next(iter(self.loop.strategy._updates), None)
-        state = self.loop.strategy.load_checkpoint(path, self.loop.model, optimizer)
+            self._take(optimizer)
+        self._without_optimizer = path if self._optimizer is None else None
+        state = self.loop.strategy.load_checkpoint(path, self.loop.model, self._optimizer)
         self.epoch = int(state.get("epoch", self.epoch))
         return state
+
+    def _take(self, optimizer: Optimizer) -> None:
+        """Lets an optimizer join the loop, with its state of a checkpoint that was loaded before."""
+        self.loop.add(optimizer)
+        self._optimizer = optimizer
+        if self._without_optimizer is not None:
+            path, self._without_optimizer = self._without_optimizer, None
+            self.loop.strategy.load_checkpoint(path, self.loop.model, optimizer)
 
     def _loss(self, batch: Any) -> Tensor:
         if self.loss_fn is not None:

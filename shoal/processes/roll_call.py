@@ -18,8 +18,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from shoal.errors import UserError
-from shoal.processes.board import board_section
-from shoal.processes.world import World
+from shoal.torch_private import default_store
 
 WARN_SECONDS = 5.0
 """How long a call waits for other ranks before it prints whom it waits for."""
@@ -33,9 +32,12 @@ _SHOWN_RANKS = 8
 class RollCall:
     """Counts the ranks that have come to a call. All ranks make it, once, and then make their calls in one order."""
 
-    def __init__(self, world: World, timeout_seconds: float):
-        self._world, self._timeout_seconds = world, timeout_seconds
-        self._board = board_section(world, "roll calls")
+    def __init__(self, timeout_seconds: float):
+        """All ranks of the default process group make one; its store is what they look at."""
+        self._rank, self._size, self._timeout_seconds = dist.get_rank(), dist.get_world_size(), timeout_seconds
+        store = default_store()
+        number = store.add(f"roll calls made by rank {self._rank}", 1)  # so that no entry of an earlier one is read
+        self._board = dist.PrefixStore(f"roll calls {number}", store)  # type: ignore[attr-defined]
         self._calls = 0
 
     def wait(self, call: str) -> None:
@@ -45,8 +47,8 @@ class RollCall:
         """
         self._calls += 1
         board, number = self._board, self._calls
-        board.set(f"{number} by {self._world.rank}", "")
-        if board.add(f"{number}", 1) == self._world.size:
+        board.set(f"{number} by {self._rank}", "")
+        if board.add(f"{number}", 1) == self._size:
             board.set(f"{number} by all", "")
         began, pause = time.monotonic(), 0.001
         limit_seconds, next_look, was_warned = self._timeout_seconds, LOOK_SECONDS, False
@@ -63,18 +65,16 @@ class RollCall:
                 raise UserError(_describe(call, missing, waited))
             if missing and waited > WARN_SECONDS and not was_warned:
                 was_warned = True
-                line = (
-                    f"shoal: rank {self._world.rank} waits in {call} for {_ranks(missing)} (until {limit_seconds:g} s)"
-                )
+                line = f"shoal: rank {self._rank} waits in {call} for {_ranks(missing)} (until {limit_seconds:g} s)"
                 print(line, file=sys.stderr, flush=True)
 
     def leave(self) -> None:
         """Tells the others that this rank will come to no further call."""
         with suppress(dist.DistError):  # whoever keeps the board may have left before
-            self._board.set(f"{self._world.rank} has left", "")
+            self._board.set(f"{self._rank} has left", "")
 
     def _missing(self, number: int) -> list[int]:
-        return [rank for rank in range(self._world.size) if not self._board.check([f"{number} by {rank}"])]
+        return [rank for rank in range(self._size) if not self._board.check([f"{number} by {rank}"])]
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._board.check([f"{rank} has left"]))

@@ -167,7 +167,7 @@ class DistributedStrategy(ABC):
             join(self.world, self.device, self._backend, self._timeout_seconds)
             self.mesh = self._build_mesh(self.layout.mesh)
         if self.world.size > 1 and self.world.group != "imagined":
-            self._roll_call = RollCall(self.world, self._timeout_seconds)
+            self._roll_call = RollCall(self._timeout_seconds)
 
     def _build_mesh(self, sides: Mapping[str, int]) -> DeviceMesh:
         mesh = init_device_mesh(self.device.type, tuple(sides[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)

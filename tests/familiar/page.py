@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "calls"
-ORDER = ("processes", "strategies", "checkpoints", "data_and_trainers", "layers", "pipeline", "small_things")
+ORDER = (
+    "processes",
+    "launching",
+    "strategies",
+    "checkpoints",
+    "data_and_trainers",
+    "layers",
+    "pipeline",
+    "small_things",
+)
 CALLS = [FOLDER / f"{name}.py" for name in ORDER]
 INTRODUCTION = """\
 # The words you know
@@ -28,6 +37,11 @@ def processes_of(path: Path) -> int:
     return int(found[1])
 
 
+def is_slow(path: Path) -> bool:
+    """Returns whether a file of calls belongs to the slow tests."""
+    return re.search("^# slow$", path.read_text(), re.M) is not None
+
+
 def calls_of(path: Path) -> list[tuple[str, str]]:
     """Returns the calls of a file: what each does here, and the call."""
     return [
@@ -42,9 +56,8 @@ def page() -> str:
     for path in CALLS:
         tree = ast.parse(path.read_text())
         imports = "\n".join(ast.unparse(node) for node in tree.body if _imports_shoal(node))
-        text += (
-            f"\n## {ast.get_docstring(tree)}\n\n```python\n{imports}\n```\n\n| you know | here it is |\n| --- | --- |\n"
-        )
+        text += f"\n## {ast.get_docstring(tree)}\n\n```python\n{imports}\n```\n\n"
+        text += "| you know | here it is |\n| --- | --- |\n"
         for here, code in calls_of(path):
             cell = "<br>".join(f"`{_indented(line)}`" for line in code.splitlines())
             text += f"| {cell} | {here} |\n"
@@ -52,7 +65,9 @@ def page() -> str:
 
 
 def _imports_shoal(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module in ("shoal", "shoal.distributed", "shoal.strategies")
+    """Returns whether a statement imports names that a reader needs, too."""
+    public = isinstance(node, ast.ImportFrom) and node.module in ("shoal", "shoal.distributed")
+    return public and ast.unparse(node) != "from shoal import UserError"  # which is for the checks
 
 
 def _indented(line: str) -> str:

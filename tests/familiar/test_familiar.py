@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from familiar.page import CALLS, page, processes_of
+from familiar.page import CALLS, is_slow, page, processes_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -20,7 +20,9 @@ def run_script(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-@pytest.mark.parametrize("path", CALLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * is_slow(path)) for path in CALLS]
+)
 def test_calls_run_as_they_are_written(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool2) -> None:
     monkeypatch.chdir(tmp_path)
     if processes_of(path) == 1:

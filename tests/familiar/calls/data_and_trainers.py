@@ -72,6 +72,15 @@ optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
 loss = trainer.train_epoch(dataloader, optimizer)
 
 assert abs(loss - sum(losses) / 6) < 1e-6
+trainer = FSDPTrainer(nn.Linear(4, 1), rank, world_size, loss_fn=mse_loss)
+optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+trainer.train_epoch(dataloader, optimizer)
+trainer.save_checkpoint("trainer")
+second = trainer.train_epoch(dataloader, optimizer)
+resumed = FSDPTrainer(nn.Linear(4, 1), rank, world_size, loss_fn=mse_loss)
+assert resumed.load_checkpoint("trainer") == {"epoch": 1}
+optimizer = torch.optim.SGD(resumed.model.parameters(), lr=0.1, momentum=0.9)
+assert resumed.train_epoch(dataloader, optimizer) == second, "the momentum was not loaded"
 cleanup_distributed()
 
 #: What `torch.multiprocessing.spawn(train_ddp, args=(world_size, model, dataset), nprocs=world_size)` calls.

@@ -7,7 +7,7 @@ import random
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shoal import CheckpointManager, GradientCompressor
+from shoal import CheckpointManager, GradientCompressor, SingleGPUStrategy
 from shoal.distributed import seed_everything
 
 
@@ -18,6 +18,11 @@ class Noise(Dataset):
     def __getitem__(self, index):
         return torch.tensor([random.random(), torch.rand(()).item()])
 
+
+#: One process, on its GPU if there is one: `SingleStrategy` by another name.
+strategy = SingleGPUStrategy()
+
+assert (strategy.name, strategy.world_size) == ("single", 1)
 
 #: Python, NumPy and torch, and the workers of a DataLoader, whose seeds torch makes from this one.
 seed_everything(42, workers=True)

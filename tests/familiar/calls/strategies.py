@@ -9,7 +9,7 @@ from pathlib import Path
 from familiar.models import Block, Net, adamw, backward
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from shoal import DeepSpeedStrategy, DistributedStrategy, FSDPStrategy, Loop, SingleGPUStrategy, SingleStrategy
+from shoal import DeepSpeedStrategy, DistributedStrategy, FSDPStrategy, Loop
 
 BLOCKS = ["blocks.0", "blocks.1"]
 on_cpu = {"device": "cpu"}
@@ -43,11 +43,6 @@ strategy = DistributedStrategy.from_config(config)
 assert (strategy.layout.zero.offload_optimizer, strategy.layout.zero.offload_parameters) == ("cpu", "none")
 config["distributed"]["zero_stage"] = 3
 assert DistributedStrategy.from_config(config).layout.zero.offload_parameters == "cpu"
-
-#: One process, on its GPU if there is one: `SingleStrategy` by another name.
-strategy = SingleGPUStrategy
-
-assert strategy is SingleStrategy
 
 #: A config; keywords may follow, and win.
 config = {"distributed": {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}}
