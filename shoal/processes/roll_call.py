@@ -40,10 +40,10 @@ class RollCall:
         self._board = dist.PrefixStore(f"roll calls {number}", store)  # type: ignore[attr-defined]
         self._calls = 0
 
-    def wait(self, call: str) -> None:
+    def wait(self, call: str, reason: str = "") -> None:
         """Returns when all ranks have come here. Raises UserError with the ranks that are missing, if they are late.
 
-        `call` is for the message, such as `save(out/last)`.
+        `call` and `reason` are for the message: such as `save(out/last)`, and why all ranks have to make the call.
         """
         self._calls += 1
         board, number = self._board, self._calls
@@ -62,7 +62,7 @@ class RollCall:
             if missing and 0 not in missing:
                 limit_seconds = min(JOIN_SECONDS, self._timeout_seconds)
             if missing and (waited > limit_seconds or any(map(self._has_left, missing))):
-                raise UserError(_describe(call, missing, waited))
+                raise UserError(_describe(call, reason, missing, waited))
             if missing and waited > WARN_SECONDS and not was_warned:
                 was_warned = True
                 line = f"shoal: rank {self._rank} waits in {call} for {_ranks(missing)} (until {limit_seconds:g} s)"
@@ -80,11 +80,11 @@ class RollCall:
         return bool(self._board.check([f"{rank} has left"]))
 
 
-def _describe(call: str, missing: list[int], waited_seconds: float) -> str:
+def _describe(call: str, reason: str, missing: list[int], waited_seconds: float) -> str:
     verb = "has" if len(missing) == 1 else "have"
     return (
-        f"{call}: {_ranks(missing)} {verb} not called it ({waited_seconds:.0f} s later); every rank has a part of the "
-        "model, so all ranks must call it: take it out of `if rank == 0:`"
+        f"{call}: {_ranks(missing)} {verb} not called it ({waited_seconds:.0f} s later); {reason}all ranks must call it"
+        + ("" if 0 in missing else ": take it out of `if rank == 0:`")
     )
 
 

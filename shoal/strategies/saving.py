@@ -80,7 +80,7 @@ def save(
     if replicated and not strategy.is_main_process:
         return
     if not replicated and strategy._roll_call is not None:
-        strategy._roll_call.wait(f"save({path})")
+        strategy._roll_call.wait(f"save({path})", "every rank has a part of the model, so ")
     occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
     if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
         raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
