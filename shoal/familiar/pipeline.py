@@ -107,7 +107,7 @@ class PipelineParallelModel(nn.Module):
 
         self.pipeline.evaluate([{self.pipeline.entry: part} for part in parts], keep)
         output = _from_last_stage(torch.cat(outputs) if outputs else None, self.pipeline)
-        return _WithoutBackward.apply(output.requires_grad_()) if torch.is_grad_enabled() else output  # type: ignore[no-any-return, no-untyped-call]
+        return _WithoutBackward.apply(output.requires_grad_()) if torch.is_grad_enabled() else output
 
     def forward_backward(self, x: Tensor, targets: Tensor, loss_fn: LossFunction, num_microbatches: int = 4) -> Tensor:
         """Computes the gradients of the mean loss of a batch, and returns that loss on every process.

@@ -52,8 +52,15 @@ def restore_state(model: nn.Module, optimizer: Optimizer | None, own: dict[str, 
     for name, tensor in named_tensors(model).items():
         if name in state.model:
             local_part(tensor).copy_(part_in_layout(state.model[name], tensor))
+    if optimizer is not None:
+        _restore_slots(model, optimizer, state)
+    restore_scale(own, state)
+
+
+def _restore_slots(model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    """Loads the optimizer's tensors, each to where the optimizer keeps it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups if optimizer is not None else ():
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             whole = sharded_parameter(parameter)
             slots = state.optimizer.get(names[whole], {})
@@ -73,7 +80,6 @@ def restore_state(model: nn.Module, optimizer: Optimizer | None, own: dict[str, 
                 sharded = alike and isinstance(parameter, DTensor)
                 slot, restored = slot_of(name, as_shard(kept, parameter) if sharded else kept)
                 optimizer.state[parameter][slot] = restored
-    restore_scale(own, state)
 
 
 def _name_of_part(slot: str, whole: DTensor) -> str:

@@ -23,7 +23,7 @@ def translate_options(options: dict[str, Any]) -> WrapPolicy | None:
     if isinstance(number := options.get("min_num_params"), float) and number.is_integer():
         options["min_num_params"] = int(number)  # people write 1e6
     _translate_recomputation(options)
-    policy = options.get("auto_wrap_policy")
+    policy: Any = options.get("auto_wrap_policy")
     if _is_classes(policy):
         del options["auto_wrap_policy"]
         options["wrap_classes"] = _class_names(policy)
