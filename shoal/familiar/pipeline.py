@@ -107,7 +107,10 @@ class PipelineParallelModel(nn.Module):
 
         self.pipeline.evaluate([{self.pipeline.entry: part} for part in parts], keep)
         output = _from_last_stage(torch.cat(outputs) if outputs else None, self.pipeline)
-        return _WithoutBackward.apply(output.requires_grad_()) if torch.is_grad_enabled() else output
+        if not torch.is_grad_enabled() or not output.is_floating_point():
+            return output
+        said: Tensor = _WithoutBackward.apply(output.requires_grad_())
+        return said
 
     def forward_backward(self, x: Tensor, targets: Tensor, loss_fn: LossFunction, num_microbatches: int = 4) -> Tensor:
         """Computes the gradients of the mean loss of a batch, and returns that loss on every process.
