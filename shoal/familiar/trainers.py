@@ -72,7 +72,7 @@ class DistributedTrainer:
         """Trains one epoch and returns the mean loss over its batches and over all ranks."""
         self._take(optimizer)
         loop, losses = self.loop, torch.zeros(2, device=self.loop.strategy.device)  # their sum and their number
-        sampler = getattr(dataloader, "sampler", None)
+        sampler: Any = getattr(dataloader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epoch)
         for batch in dataloader:
@@ -114,7 +114,7 @@ class DistributedTrainer:
     def _loss(self, batch: Any) -> Tensor:
         if self.loss_fn is not None:
             inputs, targets = batch
-            loss = self.loss_fn(self._call(inputs), targets)
+            loss: Any = self.loss_fn(self._call(inputs), targets)
         else:
             output = self._call(batch)
             loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output

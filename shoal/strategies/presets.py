@@ -68,7 +68,7 @@ def from_any_config(config: Any, world: World | None = None, **sections: Mapping
     training = dict(tree.get("training", {}))
     if not training.keys() & {"max_steps", "num_epochs"}:
         training["max_steps"] = 1  # it says nothing about the strategy
-    checked = {key: tree[key] for key in ("experiment", "distributed") if key in tree}
+    checked: dict[str, Any] = {key: tree[key] for key in ("experiment", "distributed") if key in tree}
     # The recipe is only a name here: it is not imported.
     return from_config(validate(Config, {"recipe": "none", "training": training, **checked}, sources), world)
 
@@ -249,7 +249,11 @@ def _from_options(
         of_run = {key: options[key] for key in ("seed", "deterministic") if key in options}
         sections |= {key: options[key] for key in ("backend", "timeout") if key in options}
         sections = {key: value for key, value in sections.items() if value not in (None, {}, "none")}
-        merged = {"training": of_training, "experiment": of_run, "distributed": {"strategy": strategy, **sections}}
+        merged: dict[str, Any] = {
+            "training": of_training,
+            "experiment": of_run,
+            "distributed": {"strategy": strategy, **sections},
+        }
         return _with_policy(from_any_config(config, world, **merged), policy)
     try:
         training = TrainingConfig(max_steps=1, **of_training)
