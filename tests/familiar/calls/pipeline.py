@@ -4,12 +4,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from familiar.models import Block
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from shoal import UserError
-from shoal.distributed import PipelineParallelModel, cleanup_distributed, setup_distributed
+from shoal.distributed import PipelineParallelModel, apply_pipeline_parallelism, cleanup_distributed, setup_distributed
 
 setup_distributed(device="cpu")
 torch.manual_seed(0)
@@ -56,4 +57,10 @@ for name, parameter in model.named_parameters():
 model = PipelineParallelModel(same_layers(), num_gpus=2)
 
 torch.testing.assert_close(model(x, num_microbatches=3), output)
+
+#: The same for a model that is there, over the ranks of a group; one that is no nn.Sequential needs a plan.
+pp_group = dist.group.WORLD
+model = apply_pipeline_parallelism(nn.Sequential(*same_layers()), pp_group)
+
+torch.testing.assert_close(model(x, num_microbatches=2), output)
 cleanup_distributed()
