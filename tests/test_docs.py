@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 import yaml
 from conftest import call_shoal
+from familiar.page import page as familiar_page
 from pool import Pool
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -425,3 +426,4 @@ if __name__ == "__main__" and "--write" in sys.argv:
         page = ROOT / "docs" / name
         page.write_text(with_table(page.read_text(), mark, make_table()))
     (ROOT / "docs" / "python.md").write_text(python_reference())
+    (ROOT / "docs" / "familiar.md").write_text(familiar_page())

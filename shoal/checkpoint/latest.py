@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.folders import is_step_folder, step_folders, step_of
-from shoal.checkpoint.rotation import CheckpointManager
+from shoal.checkpoint.folders import checkpoint_folders, is_step_folder, step_folders, step_of
+from shoal.checkpoint.rotation import CheckpointManager, best_first_folders
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.config.schema import LoaderConfig
 from shoal.config.yaml import flatten
@@ -22,11 +22,28 @@ _CHANGEABLE_KEYS = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "ca
 
 
 def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Returns the checkpoint of a run with the highest step whose manifest verifies, or None."""
-    for folder in reversed(step_folders(output_dir)):
+    """Returns the checkpoint with the highest step whose manifest verifies, or None; `final` comes after all steps.
+
+    The folder is that of a run, or one in which a script has saved `step_100` and the like.
+    """
+    for folder in reversed(checkpoint_folders(output_dir)):
         with suppress(DamagedCheckpoint):
             return open_checkpoint(folder).folder
     return None
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint that `RUN/last` or `RUN/best` means; any other path, or one that exists, is returned as
+    it is."""
+    if path.name not in ("last", "best") or path.exists():
+        return path
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    best = (folder for folder in best_first_folders(run) if folder.exists())
+    found = find_latest_checkpoint(run) if path.name == "last" else next(best, None)
+    if found is None:
+        missing = "no good checkpoint" if path.name == "last" else "no checkpoint that was evaluated"
+        raise UserError(f"{path}: {run} has {missing}; give the path of a checkpoint")
+    return found
 
 
 def find_resumable(
@@ -45,7 +62,7 @@ def find_resumable(
         )
     if resume in ("never", "auto"):
         return newest_first
-    path = Path(resume)
+    path = named_checkpoint(manager.output_dir / resume if resume in ("last", "best") else Path(resume))
     is_own = manager.owns(path)
     if was_restarted and is_own:
         later = (folder for folder in newest_first if step_of(folder) > step_of(path))

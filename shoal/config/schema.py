@@ -304,7 +304,8 @@ class CheckpointConfig(Section):
     true on a GPU."""
     resume: str = "auto"
     """`auto`: resume from the last good checkpoint in the run folder, if there is one. `never`: start from scratch; the
-    folder must have no checkpoints. A path: start from that checkpoint."""
+    folder must have no checkpoints. A path: start from that checkpoint. `last` and `best`: that checkpoint of the run
+    itself, and `RUN/last` and `RUN/best` of another run, here and in `init_from`."""
     init_from: str | None = None
     """Load only weights from here when a new run starts: from a checkpoint of any layout, a `.safetensors` file, a
     folder that transformers saved, or a torch state dict."""

@@ -138,3 +138,9 @@ class TextLoraRecipe(CausalLMRecipe):
         return [
             exchange.describe(self.tokenizer, answer) for exchange, answer in zip(shared, answers.tolist(), strict=True)
         ]
+
+
+if __name__ == "__main__":
+    from shoal.cli.recipe import main
+
+    main("text_lora")

@@ -23,7 +23,8 @@ from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
-from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
+from shoal.parallel.sharding.units import WrapPolicy, check_shardable, check_units, choose_units
+from shoal.parallel.tensor.layers import check_world_sizes
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.quantised.layers import check_gathered
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
@@ -60,6 +61,8 @@ class NativeStrategy(DistributedStrategy):
     _engine: PlainEngine
     _exchange: HeadExchange | None = None
     _pipeline: Pipeline | None = None
+    _wrap_policy: WrapPolicy | None = None
+    """A policy of torch's first FSDP that chooses the units, in the place of `distributed.fsdp.auto_wrap_policy`."""
     _weights_mesh: DeviceMesh | None = None
     """The mesh that parameters are laid out on. Context-parallel ranks add up gradients as data-parallel ones do, so
     their side is folded into dp_shard."""
@@ -97,6 +100,7 @@ class NativeStrategy(DistributedStrategy):
         roots, entry = [model], plan.entry
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
         check_storable(model)
+        check_world_sizes(model, sides["tp"])
         attributes = ParameterAttributes(model)
         if self.data_size > 1:
             check_alike_on_ranks(model)
@@ -106,7 +110,7 @@ class NativeStrategy(DistributedStrategy):
             idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"}) if why else {}
             engaged.not_in_force |= {f"distributed.ddp.{key}": why for key in idle}
         fsdp = layout.fsdp
-        wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
+        wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes, self._wrap_policy
         if layout.is_sharded_family:
             check_shardable(model)
         if kind is FSDPEngine or sides["tp"] > 1:
@@ -249,7 +253,7 @@ class NativeStrategy(DistributedStrategy):
         dist.all_gather_object(by_stage, self._module_state.extra_state(), group=pipeline.group)
         return own | {name: tensor for stage in by_stage for name, tensor in stage.items()}
 
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer | None, state: TrainState) -> None:
         self._engine.reshard()
         local_sgd, restarted = self._engine.local_sgd, ""
         if local_sgd is not None:
