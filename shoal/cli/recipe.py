@@ -61,8 +61,7 @@ def _recipe_override(recipe: str | None, config: Path, overrides: Sequence[str])
 
     if recipe is None:
         return []
-    tree, _ = read_with_overrides(config, overrides)
-    if (named := tree.get("recipe")) is None:
+    if (named := read_with_overrides(config, overrides).tree.get("recipe")) is None:
         return [f"recipe={recipe}"]
     if named not in (recipe, RECIPES[recipe]):
         raise UserError(

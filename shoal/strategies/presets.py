@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.config.deepspeed_json import fit_json, read_json
 from shoal.config.layout import Layout, layout_of
-from shoal.config.overrides import merge, read_with_bases
+from shoal.config.overrides import merge, merge_layers, read_with_bases
 from shoal.config.schema import Config, TrainingConfig
 from shoal.config.schema_distributed import DDPConfig, DeepSpeedConfig, DistributedConfig, FSDPConfig
 from shoal.config.validation import validate
@@ -78,8 +78,7 @@ def _tree_of(config: Any) -> tuple[dict[str, Any], dict[str, str]]:
     tree: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if isinstance(config, str | os.PathLike):
-        for later, later_sources in read_with_bases(Path(config)):
-            tree, sources = merge(tree, later), {**sources, **later_sources}
+        tree, sources, _ = merge_layers(read_with_bases(Path(config)))
     elif isinstance(config, BaseModel):
         tree = config.model_dump(exclude_unset=True)
     elif isinstance(config, Mapping):
