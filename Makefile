@@ -10,7 +10,7 @@ help:
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that take minutes (compilers)"
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
-	@echo "make test-clusters  a real SLURM, a real Ray and a Jupyter kernel on this machine; installs them (as root, Debian)"
+	@echo "make test-clusters  a real SLURM, a real Ray and a Jupyter kernel on this machine; installs them (as root, Debian); writes docs/clusters.md"
 	@echo "make docs       the docs as a site with search, in build/site"
 	@echo "make bench      what the training loop costs, beside its peers"
 	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
@@ -29,7 +29,7 @@ test-gpu: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "gpu"
 
 test-clusters: .venv/.ready-clusters
-	$(BIN)/python -m pytest -m clusters
+	$(BIN)/python -m pytest -m clusters -p tests.clusters_page
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
@@ -64,7 +64,7 @@ clean:
 .venv/.ready-clusters: .venv/.ready-dev
 	@echo "adding Ray, Kubernetes' models, a Jupyter kernel and, where apt-get may, SLURM"
 	@$(PIP) --editable '.[clusters]'
-	@command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client || echo "SLURM is not installed; its tests are skipped"
+	@command -v slurmctld >/dev/null || { apt-get update -qq && apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client; } || echo "SLURM is not installed; its tests are skipped"
 	@touch $@
 
 .venv/.ready-docs: .venv/.ready

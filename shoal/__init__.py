@@ -9,27 +9,46 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = {
+    "CheckpointManager": "shoal.distributed",
+    "ColumnParallelLinear": "shoal.distributed",
     "DDPStrategy": "shoal.strategies",
     "DamagedCheckpoint": "shoal.checkpoint",
     "DeepSpeedStrategy": "shoal.strategies",
+    "DistributedSampler": "shoal.distributed",
     "DistributedStrategy": "shoal.strategies",
+    "DistributedTrainer": "shoal.distributed",
     "FSDPStrategy": "shoal.strategies",
+    "FSDPTrainer": "shoal.distributed",
     "GradientCompressor": "shoal.parallel.compression.gradient_compressor",
     "IGNORED_LABEL": "shoal.types",
     "Loop": "shoal.strategies",
     "MeshStrategy": "shoal.strategies",
     "Outcome": "shoal.training",
     "ParallelPlan": "shoal.types",
+    "PipelineParallelModel": "shoal.distributed",
     "Recipe": "shoal.recipes",
+    "RowParallelLinear": "shoal.distributed",
     "Run": "shoal.api",
+    "SingleGPUStrategy": "shoal.strategies",
     "SingleStrategy": "shoal.strategies",
-    "ThreeDParallelism": "shoal.strategies",
+    "TensorParallelAttention": "shoal.distributed",
+    "ThreeDParallelism": "shoal.distributed",
     "UserError": "shoal.errors",
     "Weights": "shoal.types",
+    "auto_resume": "shoal.distributed",
+    "cleanup_distributed": "shoal.distributed",
+    "find_latest_checkpoint": "shoal.distributed",
     "launch_distributed": "shoal.distributed",
     "load": "shoal.training.load",
+    "load_checkpoint_distributed": "shoal.distributed",
+    "save_checkpoint_distributed": "shoal.distributed",
+    "seed_everything": "shoal.distributed",
+    "setup_distributed": "shoal.distributed",
     "token_loss": "shoal.recipes",
     "train": "shoal.api",
+    "train_ddp": "shoal.distributed",
+    "wrap_model_ddp": "shoal.distributed",
+    "wrap_model_fsdp": "shoal.distributed",
 }
 """Where each public name is defined."""
 
@@ -39,7 +58,26 @@ if TYPE_CHECKING:
     from shoal.api import Run as Run
     from shoal.api import train as train
     from shoal.checkpoint import DamagedCheckpoint as DamagedCheckpoint
+    from shoal.distributed import CheckpointManager as CheckpointManager
+    from shoal.distributed import ColumnParallelLinear as ColumnParallelLinear
+    from shoal.distributed import DistributedSampler as DistributedSampler
+    from shoal.distributed import DistributedTrainer as DistributedTrainer
+    from shoal.distributed import FSDPTrainer as FSDPTrainer
+    from shoal.distributed import PipelineParallelModel as PipelineParallelModel
+    from shoal.distributed import RowParallelLinear as RowParallelLinear
+    from shoal.distributed import TensorParallelAttention as TensorParallelAttention
+    from shoal.distributed import ThreeDParallelism as ThreeDParallelism
+    from shoal.distributed import auto_resume as auto_resume
+    from shoal.distributed import cleanup_distributed as cleanup_distributed
+    from shoal.distributed import find_latest_checkpoint as find_latest_checkpoint
     from shoal.distributed import launch_distributed as launch_distributed
+    from shoal.distributed import load_checkpoint_distributed as load_checkpoint_distributed
+    from shoal.distributed import save_checkpoint_distributed as save_checkpoint_distributed
+    from shoal.distributed import seed_everything as seed_everything
+    from shoal.distributed import setup_distributed as setup_distributed
+    from shoal.distributed import train_ddp as train_ddp
+    from shoal.distributed import wrap_model_ddp as wrap_model_ddp
+    from shoal.distributed import wrap_model_fsdp as wrap_model_fsdp
     from shoal.errors import UserError as UserError
     from shoal.parallel.compression.gradient_compressor import GradientCompressor as GradientCompressor
     from shoal.recipes import Recipe as Recipe
@@ -50,8 +88,8 @@ if TYPE_CHECKING:
     from shoal.strategies import FSDPStrategy as FSDPStrategy
     from shoal.strategies import Loop as Loop
     from shoal.strategies import MeshStrategy as MeshStrategy
+    from shoal.strategies import SingleGPUStrategy as SingleGPUStrategy
     from shoal.strategies import SingleStrategy as SingleStrategy
-    from shoal.strategies import ThreeDParallelism as ThreeDParallelism
     from shoal.training import Outcome as Outcome
     from shoal.training.load import load as load
     from shoal.types import IGNORED_LABEL as IGNORED_LABEL

@@ -7,7 +7,7 @@ fully_shard gathers weights, stay outside of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from types import CodeType, FunctionType
 from typing import Any
@@ -60,25 +60,40 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
     """Makes the module's forward see `view(parameter)` of each of its own parameters, and None for those `hidden`.
 
-    Whoever lists, stores or shards the parameters still finds them as they are. The views are properties of a subclass.
+    Whoever lists, stores or shards the parameters still finds them as they are.
     """
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     if not names:
         return
 
     def with_views(forward: Layer, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or vars(module)[_MADE]:
-            return forward(*args, **kwargs)  # the compiled module around it made the views
-        _make_views([module])
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _drop_views([module])
+        return call_with_views(module, forward, *args, **kwargs)
 
-    vars(module)[_VIEWS] = {name: (lambda parameter: None) if name in hidden else view for name in names}
-    vars(module)[_MADE] = {}
-    module.__class__ = _class_with_views(type(module), names)  # type: ignore[arg-type]  # mypy on hashing a type
+    declare_views(module, {name: (lambda parameter: None) if name in hidden else view for name in names})
     add_layer(module, with_views)
+
+
+def declare_views(module: nn.Module, views: Mapping[str, View]) -> None:
+    """Says what a module sees of its parameters within `call_with_views`. The views are properties of a subclass."""
+    vars(module)[_VIEWS], vars(module)[_MADE] = dict(views), {}
+    module.__class__ = _class_with_views(type(module), tuple(views))  # type: ignore[arg-type]  # mypy on hashing a type
+
+
+def remove_views(module: nn.Module) -> None:
+    """Undoes `declare_views`."""
+    del vars(module)[_VIEWS], vars(module)[_MADE]
+    module.__class__ = type(module).__bases__[0]
+
+
+def call_with_views(module: nn.Module, forward: Layer, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module's forward, which sees the declared views in the place of its parameters."""
+    if torch.compiler.is_compiling() or vars(module)[_MADE]:
+        return forward(*args, **kwargs)  # the compiled module around it made the views
+    _make_views([module])
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _drop_views([module])
 
 
 def _make_views(modules: list[nn.Module]) -> None:

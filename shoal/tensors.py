@@ -106,6 +106,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns the same nesting of mappings, lists, tuples and named tuples with `function` applied to every tensor."""
     if isinstance(tree, Tensor):
         return function(tree)
+    if type(tree) is dict:
+        return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, MutableMapping):
         mapped = copy.copy(tree)  # keeps the class, also one whose constructor takes other arguments than a dict's
         mapped.update({key: map_tensors(function, value) for key, value in tree.items()})

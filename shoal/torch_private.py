@@ -17,6 +17,7 @@ from torch import _foreach_div as foreach_div
 from torch import _foreach_lerp as foreach_lerp
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 from torch.distributed import distributed_c10d
@@ -52,11 +53,13 @@ __all__ = [
     "compile_counts",
     "declare_skips_on_device",
     "default_store",
+    "dump_flight_recorders",
     "foreach_add_",
     "foreach_div",
     "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul_",
+    "foreach_norm",
     "foreach_sign_",
     "gradient_hooks",
     "is_fake",
@@ -70,6 +73,16 @@ __all__ = [
     "uncompiled",
     "version_of",
 ]
+
+
+def dump_flight_recorders() -> list[bytes]:
+    """Returns what torch has recorded of the last collectives, as JSON: of NCCL, where it was built in, and of gloo.
+
+    The documented way is files that torch writes at its own timeout, and they are pickles.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    return [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:

@@ -236,7 +236,7 @@ class Fuzzer:
         self.session.strategy.step(self.session.optimizer, None)
         about = {"layout": self.session.strategy.layout.as_dict(), "batches": [[0, 2]], "config": self.tree}
         trainer = {"step": 2, "samples": 4, "skipped_steps": 0, "metrics": {"eval/loss": 1.5}}
-        manager.save(self.session.state(), trainer, about)
+        manager.save_state(self.session.state(), trainer, about)
         return manager.path_of(2)
 
     def _with_base(self, weights: Path) -> Any:

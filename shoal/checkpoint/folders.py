@@ -8,7 +8,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-_STEP = re.compile(r"^step_(\d{8,})$")
+_STEP, _ANY_STEP = re.compile(r"^step_(\d{8,})$"), re.compile(r"^step_(\d+)$")
+FINAL = "final"
+"""The name of a checkpoint that rotation spares, beside the step folders."""
 
 
 def step_folder(output_dir: str | Path, step: int) -> Path:
@@ -20,6 +22,17 @@ def step_folders(output_dir: str | Path) -> list[Path]:
     """Returns the step folders of a run, oldest first, damaged ones among them."""
     folder = Path(output_dir) / "checkpoints"
     return sorted(filter(is_step_folder, folder.iterdir() if folder.is_dir() else ()), key=step_of)
+
+
+def checkpoint_folders(folder: str | Path) -> list[Path]:
+    """Returns what may be checkpoints in a folder or in its folder `checkpoints`, by their steps, oldest first.
+
+    Beside step folders of a run these are `step_100` and others that a script has named, and `final`, which is the last
+    whatever its step is. A run itself looks at its step folders alone, because it also removes them.
+    """
+    places = [place for place in (Path(folder), Path(folder) / "checkpoints") if place.is_dir()]
+    named = [path for place in places for path in place.iterdir() if path.name == FINAL or _ANY_STEP.match(path.name)]
+    return sorted(named, key=lambda path: (path.name == FINAL, 0 if path.name == FINAL else step_of(path), str(path)))
 
 
 def is_step_folder(path: Path) -> bool:

@@ -12,7 +12,8 @@ checkpoint would copy them again and again, so the manifest says in which file e
 The digest is one of the tensor and not of the file: the frozen base may be moved, or split into other files, and is
 still the same.
 
-A quantised weight is made again from what is in the files. Its entry says how, and from which tensors:
+A quantised weight, or a table with rows for new tokens ("added_rows"), is made again from what is in the files. Its
+entry says how, and from which tensors:
 
     "q_proj.weight": {"dtype": "uint8", "shape": [8388608, 1],
                       "quantised": {"scheme": {"bits": 4, …}, "part": "weight", "matrix": [4096, 4096], …},
@@ -40,6 +41,7 @@ from shoal.errors import UserError, one_line
 from shoal.quantised.sources import Quantisation, QuantisedSource
 from shoal.tensors import fingerprint, local_part, tensors_with_names
 from shoal.types import TrainState, Weights
+from shoal.weights.added_rows import AddedRows, AddedRowsSource
 from shoal.weights.conversion import FileTensor, Source, open_safetensors
 from shoal.weights.from_files import sources_of
 
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from shoal.checkpoint.store import Checkpoint
 
 HASHING_THREADS = 4
+Derivation = Quantisation | AddedRows
+"""How a tensor is made from whole tensors in files."""
 
 
 class FrozenBaseError(UserError):
@@ -87,28 +91,28 @@ class BaseFiles(MappedFiles):
 class BaseTensor(StoredTensor):
     """A tensor of a frozen base, stored as one piece. Its dtype in the file may differ from the model's.
 
-    A quantised one is made from its pieces, each a whole tensor in a file.
+    One with a derivation is made from its pieces, each a whole tensor in a file.
     """
 
     files: BaseFiles = field(repr=False, compare=False)
-    quantisation: Quantisation | None = None
-    """How a quantised tensor is made."""
+    derivation: Derivation | None = None
+    """How a tensor is made that is not in a file as it is: quantised, or with rows for new tokens."""
 
     @property
     def source(self) -> Piece:
-        """Returns the piece that is the whole tensor, or the first one that a quantised tensor is made from."""
+        """Returns the piece that is the whole tensor, or the first one that it is made from."""
         return self.pieces[0]
 
     def same_as(self, other: BaseTensor) -> bool:
         """Returns whether both are made in the same way from the same bytes in their files, by their digests."""
         mine, theirs = ([(p.sha256, p.dtype, p.region) for p in one.pieces] for one in (self, other))
-        return mine == theirs and self.quantisation == other.quantisation
+        return mine == theirs and self.derivation == other.derivation
 
     def read(self, region: Region | None = None) -> Tensor:
-        if self.quantisation is None:
+        if self.derivation is None:
             return super().read(region)
         region = region or whole_region(self.shape)
-        whole = self.quantisation(*(self.files.read(piece) for piece in self.pieces))
+        whole = self.derivation(*(self.files.read(piece) for piece in self.pieces)).to(self.dtype)
         return whole[region.slices_in(whole_region(self.shape))]
 
     def check(self, region: Region | None = None) -> None:
@@ -124,15 +128,30 @@ def parse_base(about: dict[str, Any]) -> dict[str, BaseTensor]:
     files = BaseFiles({Path(file): int(facts["bytes"]) for file, facts in about["files"].items()})
     tensors: dict[str, BaseTensor] = {}
     for name, facts in about["tensors"].items():
-        quantisation = Quantisation.from_json(facts["quantised"]) if "quantised" in facts else None
-        pieces = tuple(_parse_piece(name, part) for part in (facts["from"] if quantisation else [facts]))
+        pieces = tuple(_parse_piece(name, part) for part in facts.get("from", [facts]))
         if outside := [piece.path for piece in pieces if piece.path not in files.sizes]:
             raise ValueError(f"{name} is in {outside[0]}, which is not one of the base's files")
         dtype, shape = parse_dtype(name, facts["dtype"]), parse_lengths(name, facts["shape"])
-        if quantisation is not None and (shape != quantisation.result_shape or not pieces):
-            raise ValueError(f"{name} has another shape than its quantisation gives")
-        tensors[name] = BaseTensor(name, dtype, shape, pieces, files, quantisation)
+        tensors[name] = BaseTensor(name, dtype, shape, pieces, files, _parse_derivation(name, facts, pieces, shape))
     return tensors
+
+
+def _parse_derivation(
+    name: str, facts: dict[str, Any], pieces: tuple[Piece, ...], shape: tuple[int, ...]
+) -> Derivation | None:
+    """Returns how an entry of a manifest's `base` says that a tensor is made, or None if it is in a file as it is."""
+    derivation: Derivation | None = None
+    result = shape
+    if "quantised" in facts:
+        derivation = Quantisation.from_json(facts["quantised"])
+        result = derivation.result_shape
+    elif "added_rows" in facts:
+        stored = pieces[0].region.shape if len(pieces) == 1 else ()
+        derivation = AddedRows.from_json(facts["added_rows"], stored[0] if stored else 0)
+        result = (derivation.rows, *stored[1:])
+    if shape != result or not pieces or (derivation is None and "from" in facts):
+        raise ValueError(f"{name} has another shape than what it is made from gives")
+    return derivation
 
 
 def _parse_piece(name: str, facts: dict[str, Any]) -> Piece:
@@ -163,11 +182,12 @@ def _describe_tensor(tensor: BaseTensor) -> dict[str, Any]:
         }
         for piece in tensor.pieces
     ]
-    if tensor.quantisation is None:
+    if tensor.derivation is None:
         return about | pieces[0]
     shapes = [{"shape": [*piece.region.shape]} for piece in tensor.pieces]
     made_from = [piece | shape for piece, shape in zip(pieces, shapes, strict=True)]
-    return about | {"quantised": tensor.quantisation.as_json(), "from": made_from}
+    kind = "quantised" if isinstance(tensor.derivation, Quantisation) else "added_rows"
+    return about | {kind: tensor.derivation.as_json(), "from": made_from}
 
 
 def base_files(tensors: Mapping[str, BaseTensor]) -> dict[str, str | None]:
@@ -208,7 +228,7 @@ class _Frozen(NamedTuple):
     dtype: torch.dtype
     """The dtype in the model."""
     shape: tuple[int, ...]
-    quantisation: Quantisation | None
+    derivation: Derivation | None
 
 
 class FrozenBase:
@@ -229,9 +249,9 @@ class FrozenBase:
         for tensor, (name, *aliases) in tensors_with_names(model):
             source = next((sources[key] for key in (name, *aliases) if key in sources), None)
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            keys, quantisation = _keys_of(source)
+            keys, derivation = _keys_of(source)
             if is_frozen and keys and _has_plain_bits(model_state[name]):
-                frozen[name] = _Frozen(keys, model_state[name].dtype, tuple(model_state[name].shape), quantisation)
+                frozen[name] = _Frozen(keys, model_state[name].dtype, tuple(model_state[name].shape), derivation)
         self._local_names = sorted(frozen)
         self._local_fingerprints = self._fingerprints(model_state)
         self.tensors = self._hash_files(frozen) if self._paths else {}
@@ -277,7 +297,7 @@ class FrozenBase:
     def _find_in_files(self, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor]:
         """Returns this run's tensors and those of `tensors` that its files hold; the latter are hashed only now."""
         unknown = {
-            name: _Frozen(tuple(piece.key for piece in tensor.pieces), tensor.dtype, tensor.shape, tensor.quantisation)
+            name: _Frozen(tuple(piece.key for piece in tensor.pieces), tensor.dtype, tensor.shape, tensor.derivation)
             for name, tensor in tensors.items()
             if name not in self.tensors and all(piece.key in self._paths for piece in tensor.pieces)
         }
@@ -301,9 +321,7 @@ class FrozenBase:
         hashed, files = self._peers.union(self._peers.run_together(hash_tensors)), BaseFiles(self._sizes)
         pieces = {key: Piece(self._paths[key], key, *facts) for key, facts in hashed.items()}
         return {
-            name: BaseTensor(
-                name, one.dtype, one.shape, tuple(pieces[key] for key in one.keys), files, one.quantisation
-            )
+            name: BaseTensor(name, one.dtype, one.shape, tuple(pieces[key] for key in one.keys), files, one.derivation)
             for name, one in all_tensors.items()
         }
 
@@ -314,8 +332,8 @@ class FrozenBase:
         )
 
 
-def _keys_of(source: Source | None) -> tuple[tuple[str, ...], Quantisation | None]:
-    """Returns the names of the file tensors that a manifest can refer to, and how a quantised tensor is made of them.
+def _keys_of(source: Source | None) -> tuple[tuple[str, ...], Derivation | None]:
+    """Returns the names of the file tensors that a manifest can refer to, and how a tensor is made of them.
 
     There are none for a tensor that is joined from several, or is another form of one. It is always stored.
     """
@@ -323,6 +341,8 @@ def _keys_of(source: Source | None) -> tuple[tuple[str, ...], Quantisation | Non
         return (source.name,), None
     if isinstance(source, QuantisedSource) and all(isinstance(part, FileTensor) for part in source.parts):
         return tuple(source.names()), source.quantisation
+    if isinstance(source, AddedRowsSource) and isinstance(source.parts[0], FileTensor):
+        return tuple(source.names()), source.added
     return (), None
 
 

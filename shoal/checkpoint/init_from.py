@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.folders import step_folders
 from shoal.checkpoint.frozen_base import BaseTensor, FrozenBase, base_files
-from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint
+from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint, named_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
@@ -91,7 +91,7 @@ def weights_for_model(
 
 def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]]:
     """Returns the tensors in `path` by name, mapped or as StoredTensors, and the frozen base of a checkpoint."""
-    place = Path(path).expanduser()
+    place = named_checkpoint(Path(path).expanduser())
     if not place.exists():
         raise UserError(f"{KEY} = {path!r}: no such file or folder")
     if step_folders(place):

@@ -20,6 +20,7 @@ from shoal.checkpoint.frozen_base import (
     base_files,
     find_base_in,
 )
+from shoal.checkpoint.latest import named_checkpoint
 from shoal.checkpoint.manifest import MANIFEST, SECTIONS, dtype_name
 from shoal.checkpoint.pieces import DamagedCheckpoint, StoredTensor, tensor_digest
 from shoal.checkpoint.store import TRAINER, Checkpoint, open_checkpoint
@@ -81,7 +82,9 @@ class Difference:
 
 
 def open_step_folder(path: Path) -> Checkpoint:
-    """Opens the checkpoint in a step folder. Raises UserError that says what else the path is."""
+    """Opens the checkpoint in a step folder, or `RUN/last`, `RUN/best`. Raises UserError that says what else the path
+    is."""
+    path = named_checkpoint(path)
     _check_folder(path, "a step folder")
     if steps := _steps_in(path):
         raise UserError(f"{path} is a run folder; give one of its step folders, such as {steps[-1]}")
@@ -161,6 +164,7 @@ def verify(path: Path, base: Path | None = None) -> Iterator[dict[str, Any]]:
     the manifest, or from `base`, and only once for a whole run. A checkpoint whose frozen base is missing is not
     damaged, because its stored tensors can be used.
     """
+    path = named_checkpoint(path)
     _check_folder(path, "a folder")
     folders = _steps_in(path)
     if not folders and not (path / MANIFEST).exists() and not path.absolute().name.startswith("step_"):
@@ -324,7 +328,7 @@ def _have_same_digest(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     if isinstance(a, BaseTensor) and isinstance(b, BaseTensor) and a.dtype == b.dtype and a.same_as(b):
         return True
-    if any(isinstance(t, BaseTensor) and t.quantisation is not None for t in (a, b)):
+    if any(isinstance(t, BaseTensor) and t.derivation is not None for t in (a, b)):
         return False  # the files hold something else than the tensor
     digests = (t.source.sha256 if isinstance(t, BaseTensor) else tensor_digest(t.read()) for t in (a, b))
     return (a.dtype, a.pieces[0].dtype) == (b.dtype, b.pieces[0].dtype) and next(digests) == next(digests)

@@ -7,24 +7,43 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.folders import is_step_folder, step_folders, step_of
-from shoal.checkpoint.rotation import CheckpointManager
+from shoal.checkpoint.folders import checkpoint_folders, is_step_folder, step_folders, step_of
+from shoal.checkpoint.rotation import CheckpointManager, best_first_folders
 from shoal.checkpoint.store import Checkpoint, DamagedCheckpoint, open_checkpoint
 from shoal.config.schema import LoaderConfig
 from shoal.config.yaml import flatten
 from shoal.errors import UserError
 
-_IDENTITY_KEYS = ("recipe", "model.", "lora.", "dataset.", "experiment.seed", "training.body")
+_MODEL_KEYS = ("recipe", "model.", "lora.")
+"""The keys that decide which tensors a model has, by how they begin."""
+_IDENTITY_KEYS = (*_MODEL_KEYS, "dataset.", "experiment.seed", "training.body")
 """The keys that must not change when a run resumes, by how they begin."""
 _CHANGEABLE_KEYS = {f"dataset.{key}" for key in (*LoaderConfig.model_fields, "cache_dir")}
 
 
 def find_latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Returns the checkpoint of a run with the highest step whose manifest verifies, or None."""
-    for folder in reversed(step_folders(output_dir)):
+    """Returns the checkpoint with the highest step whose manifest verifies, or None; `final` comes after all steps.
+
+    The folder is that of a run, or one in which a script has saved `step_100` and the like.
+    """
+    for folder in reversed(checkpoint_folders(output_dir)):
         with suppress(DamagedCheckpoint):
             return open_checkpoint(folder).folder
     return None
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint that `RUN/last` or `RUN/best` means; any other path, or one that exists, is returned as
+    it is."""
+    if path.name not in ("last", "best") or path.exists():
+        return path
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    best = (folder for folder in best_first_folders(run) if folder.exists())
+    found = find_latest_checkpoint(run) if path.name == "last" else next(best, None)
+    if found is None:
+        missing = "no good checkpoint" if path.name == "last" else "no checkpoint that was evaluated"
+        raise UserError(f"{path}: {run} has {missing}; give the path of a checkpoint")
+    return found
 
 
 def find_resumable(
@@ -43,7 +62,7 @@ def find_resumable(
         )
     if resume in ("never", "auto"):
         return newest_first
-    path = Path(resume)
+    path = named_checkpoint(manager.output_dir / resume if resume in ("last", "best") else Path(resume))
     is_own = manager.owns(path)
     if was_restarted and is_own:
         later = (folder for folder in newest_first if step_of(folder) > step_of(path))
@@ -71,21 +90,32 @@ def check_same_model(
     checkpoint: Checkpoint,
     shapes: dict[str, list[int]],
     advice: str = "choose another experiment.output_dir or checkpoint.resume",
+    config: dict[str, Any] | None = None,
 ) -> None:
-    """Raises UserError if a checkpoint is one of another model, and names the first tensors that differ."""
-    if differences := describe_differences(checkpoint.shapes, shapes):
-        raise UserError(f"{checkpoint.folder} is a checkpoint of another model: {differences}; {advice}")
+    """Raises UserError if a checkpoint is one of another model, and names the first tensors that differ.
+
+    `config` is that of the run that resumes: a key of the model that was changed comes first in the message.
+    """
+    if not describe_differences(checkpoint.shapes, shapes):
+        return
+    changes = [change for change in _changes(checkpoint, config or {}) if config and change[0].startswith(_MODEL_KEYS)]
+    cause = "".join(f"{key} = {now!r} (was {then!r}): " for key, now, then in changes[:1])
+    differences = describe_differences(checkpoint.shapes, shapes, shown=1 if cause else 3)
+    advice = f"set it back, or {advice}" if cause else advice
+    raise UserError(f"{cause}{checkpoint.folder} is a checkpoint of another model: {differences}; {advice}")
 
 
-def describe_differences(stored_shapes: Mapping[str, list[int]], model_shapes: Mapping[str, list[int]]) -> str:
+def describe_differences(
+    stored_shapes: Mapping[str, list[int]], model_shapes: Mapping[str, list[int]], shown: int = 3
+) -> str:
     """Returns a list of the first tensors whose shapes differ, or an empty string if none do."""
     differences = [
         f"{name} is {stored_shapes.get(name, 'absent')} in the file and {model_shapes.get(name, 'absent')} in the model"
         for name in sorted({*stored_shapes, *model_shapes})
         if stored_shapes.get(name) != model_shapes.get(name)
     ]
-    more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-    return "; ".join(differences[:3]) + more
+    more = f" (and {len(differences) - shown} more)" if len(differences) > shown else ""
+    return "; ".join(differences[:shown]) + more
 
 
 def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list[str]) -> None:
@@ -93,13 +123,19 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
 
     `allowed` is checkpoint.allow_changed: keys and sections that may change.
     """
-    stored, current = _identity(checkpoint.manifest["config"]), _identity(config)
-    for key in sorted({*stored, *current}):
-        if stored.get(key) != current.get(key) and not is_allowed(key, allowed):
+    for key, now, then in _changes(checkpoint, config):
+        if not is_allowed(key, allowed):
             raise UserError(
-                f"{key} = {current.get(key)!r}, but {checkpoint.folder} was saved with {stored.get(key)!r}; "
-                f"set it back, choose another experiment.output_dir, or list it in checkpoint.allow_changed"
+                f"{key} = {now!r}, but {checkpoint.folder} was saved with {then!r}; set it back, choose another "
+                "experiment.output_dir, or list it in checkpoint.allow_changed"
             )
+
+
+def _changes(checkpoint: Checkpoint, config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Returns the keys of recipe, model, data and seed that have changed since a checkpoint was saved, each with its
+    value now and then."""
+    then, now = _identity(checkpoint.manifest["config"]), _identity(config)
+    return [(key, now.get(key), then.get(key)) for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
 
 
 def is_allowed(key: str, allowed: list[str]) -> bool:

@@ -26,8 +26,8 @@ from shoal.weights.regular_files import check_regular, read_json_text
 FORMAT = 2
 """The format of checkpoints that refer to a frozen base: a shoal that knows only format 1 would load them without it.
 All other checkpoints have format 1."""
-QUANTISED_FORMAT = 3
-"""The format of those whose frozen base is quantised."""
+DERIVED_FORMAT = 3
+"""The format of those whose frozen base is quantised, or has rows for new tokens."""
 MANIFEST = "manifest.json"
 SECTIONS = ("model", "optimizer", "strategy", "callbacks")
 """The first part of a stored tensor's name; each section has files of its own."""
@@ -50,10 +50,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     # well, because some flipped bits change the text and not its meaning: 1e-5 and 1E-5.
     if text != json.dumps(manifest, indent=1) or manifest.pop("digest", None) != manifest_digest(manifest):
         raise ValueError(f"{MANIFEST} does not match its own digest")
-    if manifest["format"] not in (1, FORMAT, QUANTISED_FORMAT):
+    if manifest["format"] not in (1, FORMAT, DERIVED_FORMAT):
         raise UserError(
             f"{folder} has checkpoint format {manifest['format']}, but shoal {shoal.__version__} reads formats 1 to "
-            f"{QUANTISED_FORMAT}; use the version of shoal that wrote it"
+            f"{DERIVED_FORMAT}; use the version of shoal that wrote it"
         )
     for file, facts in manifest["files"].items():
         if Path(file).name != file:

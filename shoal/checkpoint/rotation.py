@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shoal.checkpoint.async_save import Saver
 from shoal.checkpoint.folders import (
+    FINAL,
     damage_note,
     discard,
     is_step_folder,
@@ -20,8 +21,9 @@ from shoal.checkpoint.folders import (
     step_folders,
     step_of,
 )
-from shoal.checkpoint.peers import ALL
-from shoal.checkpoint.store import DamagedCheckpoint, flatten, open_checkpoint
+from shoal.checkpoint.peers import ALL, ALONE
+from shoal.checkpoint.store import DamagedCheckpoint, flatten, open_checkpoint, write_checkpoint
+from shoal.checkpoint.trees import TREE, read_tree, split_tree
 from shoal.errors import UserError
 from shoal.types import TrainState
 
@@ -33,8 +35,9 @@ _LARGEST_FLOAT = sys.float_info.max
 class CheckpointManager:
     """Saves into `<output_dir>/checkpoints/step_<n>`, and keeps the last k, the best k by a metric, and every n-th.
 
-    All ranks call `save`, `best` and `would_be_among_best` together; only the main process reads, moves and removes
-    folders. The metrics of a step are stored in its checkpoint, so that a later run knows them without another file.
+    All ranks call `save_state`, `best` and `would_be_among_best` together; only the main process reads, moves and
+    removes folders. `save` and `save_checkpoint` are for loops of your own. The metrics of a step are stored in its
+    checkpoint, so that a later run knows them without another file.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class CheckpointManager:
         background: bool = False,
     ):
         """`check_may_write` is called on the main process before each save, and raises UserError if another run has
-        taken over the folder. With `background`, `save` returns when the state is copied, and `wait` raises its errors.
+        taken over the folder. With `background`, `save_state` returns when the state is copied, and `wait` raises its
+        errors.
         """
         self.output_dir, self.folder = Path(output_dir), Path(output_dir) / "checkpoints"
         self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every
@@ -62,7 +66,7 @@ class CheckpointManager:
         self._lock = Lock()  # the background thread rotates while the training loop asks for the best step
         self.background, self._saver = background, Saver(background)
         self.last_attempted_step: int | None = None
-        """The step of the last call of `save`, whether or not it succeeded."""
+        """The step of the last call of `save_state`, whether or not it succeeded."""
         self.saved_step = 0
         """The step of the last checkpoint that was published."""
         self.rotation_error: OSError | None = None
@@ -72,7 +76,7 @@ class CheckpointManager:
         """Returns the folder of a step's checkpoint."""
         return step_folder(self.output_dir, step)
 
-    def save(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
+    def save_state(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
         """Publishes a checkpoint, and then removes those that need not be kept any longer.
 
         Raises OSError on every rank if it cannot be written, with the other checkpoints left as they were; in the
@@ -82,6 +86,61 @@ class CheckpointManager:
         self.last_attempted_step = trainer["step"]
         ALL.run_on_rank_0(lambda: self._check_ready(expected_bytes(state)))
         self._saver.save(self.path_of(trainer["step"]), state, trainer, about, lambda: self._published(trainer))
+
+    # For loops of your own
+
+    def save(self, strategy: Any, step: int, *, model: Any, optimizer: Any, final: bool = False, **state: Any) -> Path:
+        """Saves a model by `strategy.save_checkpoint`, and removes checkpoints that need not be kept; returns the path.
+
+        `state` is anything that JSON can hold; `metrics={"eval/loss": 0.5}` in it is what `keep_best` compares. With
+        `final` the checkpoint is `checkpoints/final`, which is never removed. Where every rank has the whole model,
+        only rank 0 needs to call it.
+        """
+        if not hasattr(strategy, "save_checkpoint"):
+            raise TypeError(
+                f"CheckpointManager.save: the first argument is a {type(strategy).__name__}; call save(strategy, step, "
+                "model=model, optimizer=optimizer), or save_checkpoint(state=..., step=...) without a strategy"
+            )
+        path = self.folder / FINAL if final else self.path_of(step)
+        state = {"step": step, **state}
+        strategy.save_checkpoint(path, model, optimizer, **state)
+        self.is_main_process = strategy.is_main_process
+        if not final:
+            self._published(state)
+        return path
+
+    def save_checkpoint(self, state: Mapping[str, Any], step: int, *, final: bool = False) -> Path:
+        """Saves any nested dict of tensors, numbers and text, such as `{"model": model.state_dict(), "epoch": 3}`.
+
+        Rank 0 writes alone, so the other ranks may call it or not. Returns the path.
+        """
+        tensors, tree = split_tree(state, "save_checkpoint")
+        path, self.is_main_process = self.folder / FINAL if final else self.path_of(step), ALL.rank == 0
+        if self.is_main_process:
+            metrics = {"metrics": state["metrics"]} if isinstance(state.get("metrics"), dict) else {}
+            trainer = {"step": step, **metrics, TREE: tree}
+            write_checkpoint(path, tensors, trainer, {}, ALONE)
+            if not final:
+                self._published(trainer)
+        return path
+
+    def load_checkpoint(self, path: str | Path | None = None) -> dict[str, Any]:
+        """Returns what `save_checkpoint` has saved, by default the latest, on the CPU."""
+        found = self.latest() if path is None else Path(path)
+        if found is None:
+            raise UserError(f"load_checkpoint: {self.output_dir} has no checkpoint; save one first")
+        tree = read_tree(open_checkpoint(found))
+        if tree is None:
+            raise UserError(f"{found} was not saved by save_checkpoint; use strategy.load_checkpoint({str(found)!r})")
+        return tree
+
+    def latest(self) -> Path | None:
+        """Returns the latest good checkpoint, or None."""
+        from shoal.checkpoint.latest import find_latest_checkpoint  # which needs this class
+
+        return find_latest_checkpoint(self.output_dir)
+
+    # For all
 
     def wait(self) -> None:
         """Waits until nothing is being written, and raises the error of the last save."""
@@ -235,6 +294,22 @@ def find_best_checkpoint(output_dir: str | Path, metric: str = "eval/loss", mode
         raise UserError(f"find_best_checkpoint(mode={mode!r}): use min or max")
     steps = best_first(CheckpointManager(output_dir, metric=metric).metric_values(), mode)
     return step_folder(output_dir, steps[0]) if steps else None
+
+
+def best_first_folders(run_folder: Path) -> list[Path]:
+    """Returns the evaluated checkpoints of a run, ordered by the metric that the run itself compares."""
+    manager = CheckpointManager(run_folder)
+    for folder in step_folders(run_folder)[::-1]:
+        try:
+            config = open_checkpoint(folder).manifest.get("config")
+        except DamagedCheckpoint:
+            continue
+        saving = config.get("checkpoint") if isinstance(config, dict) else None  # a manifest is not trusted
+        saving = saving if isinstance(saving, dict) else {}
+        mode: Mode = "max" if saving.get("mode") == "max" else "min"
+        manager = CheckpointManager(run_folder, metric=str(saving.get("metric", manager.metric)), mode=mode)
+        break
+    return [manager.path_of(step) for step in best_first(manager.metric_values(), manager.mode)]
 
 
 def expected_bytes(state: TrainState) -> int:

@@ -34,9 +34,9 @@ import shoal
 from shoal.checkpoint.folders import discard, flush, is_step_folder, make_empty_folder, step_of, swap_in
 from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseError, parse_base
 from shoal.checkpoint.manifest import (
+    DERIVED_FORMAT,
     FORMAT,
     MANIFEST,
-    QUANTISED_FORMAT,
     SECTIONS,
     dtype_name,
     parse_tensors,
@@ -273,7 +273,7 @@ def _format_of(about: dict[str, Any]) -> int:
     """Returns the number of the oldest format that can hold what the manifest says."""
     if "base" not in about:
         return 1
-    return QUANTISED_FORMAT if any("quantised" in tensor for tensor in about["base"]["tensors"].values()) else FORMAT
+    return DERIVED_FORMAT if any("from" in tensor for tensor in about["base"]["tensors"].values()) else FORMAT
 
 
 def _join_pieces(pieces: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def data(
 
     run = load_run(config, overrides or ())
     seed_generators(mix(run.config.experiment.seed, "prepare_data"))  # as a run does
-    view = run.make_recipe().view_data(number)
+    recipe = run.make_recipe()
+    view = recipe.view_data(number)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     for index, pieces in enumerate(view.samples):
         console.print(Text(f"sample {index}", style="bold"))
@@ -43,6 +44,8 @@ def data(
         console.print(Text(f"{name:<{width}}  {printable(fact)}"))
     if view.lengths:
         console.print(_histogram(view.lengths))
+    for text in recipe.data_warnings():
+        print(f"shoal: warning: {printable(text)}", file=sys.stderr)
 
 
 def _coloured(pieces: list[tuple[str, bool]], is_terminal: bool) -> Any:

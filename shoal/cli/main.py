@@ -17,6 +17,7 @@ from shoal.cli.chat import chat
 from shoal.cli.config import show_config
 from shoal.cli.data import data
 from shoal.cli.demo import demo
+from shoal.cli.doctor import doctor
 from shoal.cli.init import init
 from shoal.cli.launch import launch
 from shoal.cli.train import train
@@ -41,6 +42,7 @@ app.command()(launch)
 app.command("config")(show_config)
 app.command()(translate)
 app.command()(data)
+app.command()(doctor)
 app.command()(verify)
 app.command()(chaos)
 app.command()(chat)

@@ -149,6 +149,8 @@ def _start_fresh(run: Run) -> None:
 
 def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: list[str]) -> None:
     """Prints how the run ended and the commands to continue with."""
+    from shoal.config.run import RECIPES
+
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         print(f"stopped by {name} at step {outcome.step} of {outcome.total_steps}; saved")
@@ -176,6 +178,8 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
         others = [override for override in overrides if override.partition("=")[0].strip() != f"training.{key}"]
         print("train on    ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
+    if run.config.recipe in RECIPES and hasattr(run.recipe_type, "transformers_config"):
+        print("talk with   ", printable(shlex.join([command[0], "chat", str(outcome.output_dir)])))
     print("plot with   ", printable(shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)])))
 
 

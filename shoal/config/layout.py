@@ -189,6 +189,11 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
         )
     if layout.precision == "fp8" and getattr(recipe.config, "lora", None) is not None:
         raise UserError("training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16")
+    if layout.compile and getattr(getattr(recipe.config, "lora", None), "target_parameters", None):
+        raise UserError(
+            "training.compile = true: compiled blocks would keep every parameter of lora.target_parameters twice until "
+            "their backward; leave one of them out"
+        )
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule

@@ -75,7 +75,7 @@ def merge_layers(layers: Iterable[Layer]) -> Layer:
 def _without_alternatives(tree: Tree, later: Tree) -> Tree:
     """Returns the tree without the keys of `training` that a later layer replaces by their alternatives."""
     old, new = tree.get("training"), later.get("training")
-    if not is_section(old) or not is_section(new):
+    if not isinstance(old, dict) or not isinstance(new, dict):
         return tree
     replaced = {
         other

@@ -304,7 +304,8 @@ class CheckpointConfig(Section):
     true on a GPU."""
     resume: str = "auto"
     """`auto`: resume from the last good checkpoint in the run folder, if there is one. `never`: start from scratch; the
-    folder must have no checkpoints. A path: start from that checkpoint."""
+    folder must have no checkpoints. A path: start from that checkpoint. `last` and `best`: that checkpoint of the run
+    itself, and `RUN/last` and `RUN/best` of another run, here and in `init_from`."""
     init_from: str | None = None
     """Load only weights from here when a new run starts: from a checkpoint of any layout, a `.safetensors` file, a
     folder that transformers saved, or a torch state dict."""
@@ -360,6 +361,9 @@ class LoggingConfig(Section):
     """Log to Weights & Biases: `true`, or a section."""
     mlflow: bool | MlflowConfig = False
     """Log to MLflow: `true`, or a section."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = 1.3
+    """Name a rank that takes so many times as long as its peers by itself, without waiting for others, in two windows
+    of `every` steps (at least 5) in a row. `null`: never."""
     profile: ProfileConfig | None = None
     """Record these steps with torch.profiler, to `profile/` in the run folder."""
 

@@ -307,9 +307,9 @@ class DistributedConfig(Section):
     """The options of DeepSpeed's ZeRO, by its own names."""
     zero_stage: Stage = None
     """Short for `deepspeed.zero_stage`."""
-    offload: Literal["none", "optimizer", "all"] | None = None
+    offload: Literal["none", "optimizer", "all"] | bool | None = None
     """`optimizer` is short for `deepspeed.offload_optimizer: cpu`; `all` also for `deepspeed.offload_parameters:
-    cpu`."""
+    cpu`. `true`: all that the ZeRO stage can offload, which is `optimizer` up to stage 2 and `all` in stage 3."""
     compression: Annotated[CompressionConfig, short_for("method")] = CompressionConfig()
     """Send gradients in fewer bytes over a slow network: a method, or a section. For `ddp` and for the dimension
     `dp_replicate` of the mesh. The training is no longer the same as on one device."""
@@ -330,10 +330,14 @@ class DistributedConfig(Section):
     @property
     def zero(self) -> DeepSpeedConfig:
         """The section `deepspeed` with the short forms `zero_stage` and `offload` written out."""
+        offload = self.offload
+        if isinstance(offload, bool):
+            stage = self.zero_stage or self.deepspeed.stage
+            offload = ("all" if stage == 3 else "optimizer") if offload else "none"
         short = {
             "zero_stage": self.zero_stage,
-            "offload_optimizer": self.offload and ("none" if self.offload == "none" else "cpu"),
-            "offload_parameters": self.offload and ("cpu" if self.offload == "all" else "none"),
+            "offload_optimizer": offload and ("none" if offload == "none" else "cpu"),
+            "offload_parameters": offload and ("cpu" if offload == "all" else "none"),
         }
         return self.deepspeed.model_copy(update={key: value for key, value in short.items() if value is not None})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from shoal.errors import UserError
@@ -39,9 +41,23 @@ def reader_of(name: str) -> str | None:
                 f"records are read from {', '.join(READERS)}"
             )
         return READERS[suffix]
-    if not path.exists() and (name.startswith(("/", "./", "../", "~")) or suffix in {*READERS, *_TEXT_SUFFIXES}):
-        raise UserError(f"dataset.name = {name!r}: no such file or folder; correct the path")
+    if not path.exists() and (looks_like_path(name) or suffix in {*READERS, *_TEXT_SUFFIXES}):
+        raise UserError(f"dataset.name = {name!r}: no such file or folder{near_names(name)}; correct the path")
     return None
+
+
+def looks_like_path(name: str) -> bool:
+    """Returns whether a value can be a path alone: names on the Hugging Face Hub are `name` or `owner/name`."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name or " " in name
+
+
+def near_names(name: str) -> str:
+    """Returns the names beside a path that does not exist which may be meant, as a part of a message; or nothing."""
+    path = Path(name).expanduser()
+    with suppress(OSError):
+        beside = {entry.name: entry for entry in path.parent.iterdir()}
+        return "".join(f" (did you mean {beside[near]}?)" for near in get_close_matches(path.name, beside, n=1))
+    return ""
 
 
 def _keys_of_json_lines(path: Path) -> list[str] | None:

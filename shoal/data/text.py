@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,11 +64,11 @@ class TextDataset(BaseModel):
         """Returns the folder with the token files."""
         return Path(self.cache_dir or os.environ.get("SHOAL_CACHE") or "~/.cache/shoal").expanduser() / "text"
 
-    def reference(self) -> Path:
-        """Returns the path of the file that lists the token files of this config."""
+    def reference(self, added_tokens: Sequence[str] = ()) -> Path:
+        """Returns the path of the file that lists the token files of this config and these new tokens."""
         text = self.model_dump(include={"name", "files", "config", "split", "text_column", "tokenizer"})
         places = [os.getcwd(), sysconfig.get_path("stdlib")]  # what relative paths and stdlib mean  # noqa: PTH109
-        identity = json.dumps([text, places, self.eval_fraction > 0])
+        identity = json.dumps([text, places, self.eval_fraction > 0, *([[*added_tokens]] if added_tokens else [])])
         return self.cache_folder() / f"{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}.json"
 
 
@@ -107,14 +108,18 @@ class TokenWindows:
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-def prepare_text(config: TextDataset) -> None:
-    """Tokenises what is not in the cache yet. Call it once per machine, before any rank opens the data."""
+def prepare_text(config: TextDataset, added_tokens: Sequence[str] = ()) -> None:
+    """Tokenises what is not in the cache yet. Call it once per machine, before any rank opens the data.
+
+    `added_tokens` are new tokens of the tokenizer.
+    """
     folder = config.cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, added_tokens)
         paths = [tokenize(corpus, tokenizer, folder).name for corpus in load_corpora(config) if corpus is not None]
-        with locked(config.reference()), atomic_write(config.reference()) as file:
+        reference = config.reference(added_tokens)
+        with locked(reference), atomic_write(reference) as file:
             file.write(json.dumps(paths).encode())
     except OSError as error:
         raise UserError(
@@ -122,12 +127,13 @@ def prepare_text(config: TextDataset) -> None:
         ) from error
 
 
-def open_text(config: TextDataset) -> tuple[TokenWindows, TokenWindows | None]:
+def open_text(config: TextDataset, added_tokens: Sequence[str] = ()) -> tuple[TokenWindows, TokenWindows | None]:
     """Returns the windows for training and for evaluation; prepares the text first if it is not in the cache."""
-    if not config.reference().exists():
-        prepare_text(config)
+    reference = config.reference(added_tokens)
+    if not reference.exists():
+        prepare_text(config, added_tokens)
     folder, length = config.cache_folder(), config.seq_length
-    train_path, *eval_path = [folder / name for name in json.loads(config.reference().read_text())]
+    train_path, *eval_path = [folder / name for name in json.loads(reference.read_text())]
     interval = round(1 / config.eval_fraction) if config.eval_fraction and not eval_path else None
     train, evaluation = TokenWindows(train_path, length, interval), None
     if interval or eval_path:

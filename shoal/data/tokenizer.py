@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,9 +65,29 @@ class JsonTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids]))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Loads a tokenizer: `bytes`, the path of a tokenizer.json, or a Hugging Face Hub repository that has one."""
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Adds new tokens to a tokenizer of `tokenizers` or a fast one of transformers. They are never split, and are shown
+    when text is decoded. Raises UserError for a token that it has already."""
+    from tokenizers import AddedToken
+
+    if known := [token for token in tokens if token in tokenizer.get_vocab()]:
+        raise UserError(f"model.added_tokens: the tokenizer has {known[0]!r} already; leave it out")
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+
+
+def refuse_bytes(added_tokens: Sequence[str]) -> None:
+    """Refuses new tokens for the tokenizer `bytes`, which no file could hold."""
+    if added_tokens:
+        raise UserError("model.added_tokens: dataset.tokenizer = bytes has bytes alone; use another tokenizer")
+
+
+def load_tokenizer(name: str, added_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Loads a tokenizer: `bytes`, the path of a tokenizer.json, or a Hugging Face Hub repository that has one.
+
+    `added_tokens` are added to it.
+    """
     if name == "bytes":
+        refuse_bytes(added_tokens)
         return ByteTokenizer()
     path = Path(name).expanduser()
     is_local = path.exists()
@@ -75,7 +95,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(f"dataset.tokenizer = {name!r}: this file does not exist; correct the path")
     with hub("dataset.tokenizer", name, "tokenizers", local=is_local) as tokenizers:
         if is_local:
-            return JsonTokenizer(
-                tokenizers.Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
-            )
-        return JsonTokenizer(tokenizers.Tokenizer.from_pretrained(name))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+        else:
+            tokenizer = tokenizers.Tokenizer.from_pretrained(name)
+    add_tokens(tokenizer, added_tokens)
+    return JsonTokenizer(tokenizer)

@@ -250,6 +250,7 @@ class _Launcher:
             state = peers.run
             takes_part, took_part = state.attempt == attempt and self.node in state.members, takes_part
             if takes_part and state.phase == "running":
+                self._say_joined(state.members)
                 self._run_workers(attempt, state.members)
             elif took_part and state.attempt == attempt and state.phase != "over":
                 _say("the run goes on without this machine, which joins when the run is next started again")
@@ -258,7 +259,20 @@ class _Launcher:
             if peers.run.line:
                 _say(peers.run.line)
             if peers.run.phase == "over":
-                return peers.run.exit_code
+                code = peers.run.exit_code
+                _say("the run has ended" + (f" with exit code {code}; the output of node 0 says why" if code else ""))
+                return code
+
+    def _say_joined(self, members: Sequence[int]) -> None:
+        """Tells the user of a machine other than node 0, who sees no output of the run, where that is."""
+        first = members.index(self.node) * self.world.starts
+        last = first + self.world.starts - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        logs = ", ".join(dict.fromkeys(str(log_path(self.run, rank)) for rank in (first, last)))
+        _say(
+            f"joined the run as node {self.node} of {len(members)}, {ranks}; its output is on node 0 "
+            f"({self.world.address}), and the logs of this machine in {printable(logs)}"
+        )
 
     # All machines
 

@@ -32,6 +32,7 @@ _HINTS = {
     r"does not require grad": "the loss is detached from the model; return it without .item() and .detach()",
 }
 """What to do, by what an error says."""
+_NO_HOST_MEMORY = r"DefaultCPUAllocator: (can't allocate|not enough) memory: you tried to allocate \d+ bytes"
 
 
 class RecipeFailure(UserError):
@@ -43,13 +44,11 @@ def explained(run: Run | None = None) -> Iterator[None]:
     """Turns exceptions from the user's code, and a lack of memory, into a RecipeFailure; others pass as they are."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if run is None:
-            raise
-        raise RecipeFailure(describe_lack_of_memory(error, run)) from error
     except (UserError, PermissionError):
         raise
     except Exception as error:
+        if run is not None and lacks_memory(error):
+            raise RecipeFailure(describe_lack_of_memory(error, run)) from error
         if is_lost_peer_error(error) or (line := describe(error)) is None:
             raise
         raise RecipeFailure(line) from error
@@ -89,6 +88,11 @@ def _hint(error: Exception) -> str:
     return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, str(error))), "")
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Returns whether an error says that a GPU, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(re.search(_NO_HOST_MEMORY, str(error)))
+
+
 def describe_lack_of_memory(error: Exception, run: Run) -> str:
     """Returns the cheapest three ways to need less memory that are not in force yet."""
     config = run.config
@@ -103,7 +107,9 @@ def describe_lack_of_memory(error: Exception, run: Run) -> str:
         "more processes under fsdp": True,
     }
     cheapest = [remedy for remedy, helps in remedies.items() if helps][:3]
-    return f"{one_line(error).partition('. ')[0]}; use {', or '.join(cheapest)}"
+    found = re.search(_NO_HOST_MEMORY, str(error))
+    said = found[0] if found else one_line(error).partition(". ")[0]
+    return f"{said}; use {', or '.join(cheapest)}"
 
 
 def keep_traceback(path: Path, error: BaseException) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shoal.errors import UserError
 from shoal.processes.board import open_board
-from shoal.processes.detect import rank_from_launcher
+from shoal.processes.detect import nodes_by_hand, rank_from_launcher
 from shoal.processes.group import describe_exit
 
 DEATH_NOTICE_SECONDS = 0.5
@@ -38,7 +38,8 @@ If a peer died, the error is only a consequence; the parent must notice the deat
 def run_function(function: Callable[..., Any], args: Sequence[Any], processes: int, start_method: str) -> list[Any]:
     """Runs `function(*args)` in every process and returns the results by rank.
 
-    The first error ends the other processes and is raised in this one.
+    The first error ends the other processes and is raised in this one. If the environment says that several machines
+    run the same script, these are the processes of this machine.
     """
     if processes < 1:
         raise UserError(f"launch_distributed: processes = {processes}: it must be at least 1")
@@ -46,6 +47,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         raise UserError(
             f"launch_distributed: this process is already rank {own_rank} of a run; call the function itself"
         )
+    node = nodes_by_hand(processes)
     method, function, args = _choose_method(function, args, start_method)
     # A forked process lacks the other threads of its parent, also OpenMP's, and would wait for those forever.
     threads = 1 if method == "fork" else max(1, (os.cpu_count() or 1) // processes)
@@ -53,12 +55,15 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         # The error of an earlier call keeps the board of that call in a reference cycle. If a forked process collected
         # it, the board would wait forever for its thread, which only this process has.
         gc.collect()
-    board = open_board("127.0.0.1", 0, loopback_only=True)
+    board = None
+    if node.rank == 0:
+        alone = node.size == 1
+        board = open_board("127.0.0.1" if alone else node.address, 0 if alone else node.port, loopback_only=alone)
     shared = {
-        "WORLD_SIZE": processes,
+        "WORLD_SIZE": node.size * processes,
         "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": board.host,
-        "MASTER_PORT": board.port,
+        "MASTER_ADDR": board.host if board else node.address,
+        "MASTER_PORT": board.port if board else node.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is open, so rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": 0,
         "SHOAL_SPAWN": method,
@@ -68,7 +73,7 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         workers: list[Any] = []
         try:
             for rank in range(processes):
-                variables = {"RANK": rank, "LOCAL_RANK": rank, **shared}
+                variables = {"RANK": node.rank * processes + rank, "LOCAL_RANK": rank, **shared}
                 # Not a daemon: daemons may not start processes, such as the workers of a data loader.
                 worker = context.Process(
                     target=_run_in_child, args=(rank, processes, Path(folder), threads, variables, function, args)

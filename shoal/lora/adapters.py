@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.lora.adapted_parameters import (
+    add_to_parameters,
+    merge_parameters,
+    parameter_adapters,
+    remove_from_parameters,
+)
 from shoal.lora.config import LoraConfig
 from shoal.lora.layers import (
     ADAPTER,
     AdaptedEmbedding,
-    AdaptedLayer,
     AdaptedLinear,
     EmbeddingFactor,
     Factor,
+    LowRankLayer,
     Magnitude,
     add_to_embedding,
     add_to_linear,
@@ -24,7 +30,8 @@ from shoal.lora.layers import (
     linear_sizes,
     plain_weight,
 )
-from shoal.lora.targets import find_targets, modules_to_save
+from shoal.lora.targets import find_parameters, find_targets, modules_to_save
+from shoal.lora.trained_tokens import merge_rows, token_indices, token_layers, train_tokens
 from shoal.tensors import replace_parameters
 from shoal.types import TensorStyle
 from shoal.weights.conversion import Compute, Source
@@ -32,12 +39,18 @@ from shoal.weights.conversion import Compute, Source
 Reset = Callable[[nn.Module, nn.Module], None]
 
 
-def add_adapters(model: nn.Module, lora: LoraConfig, frozen_dtype: torch.dtype = torch.float32) -> None:
+def add_adapters(
+    model: nn.Module,
+    lora: LoraConfig,
+    frozen_dtype: torch.dtype = torch.float32,
+    added_tokens: Sequence[int] = (),
+) -> None:
     """Freezes a model and gives it the adapters that the section `lora:` asks for; they are what is trained.
 
-    Frozen parameters that are floating-point get the dtype `frozen_dtype`. The model may be on the meta device.
+    Frozen parameters that are floating-point get the dtype `frozen_dtype`. `added_tokens` are the numbers of the tokens
+    that `model.added_tokens` names. The model may be on the meta device.
     """
-    targets = find_targets(model, lora)
+    targets, parameters = find_targets(model, lora), find_parameters(model, lora)
     model.requires_grad_(False)
     for name, target in targets.items():
         module, scaling = model.get_submodule(name), lora.scaling(target.rank, target.alpha)
@@ -48,10 +61,13 @@ def add_adapters(model: nn.Module, lora: LoraConfig, frozen_dtype: torch.dtype =
             add_to_linear(module, target.rank, scaling, dropout, lora.lora_bias, lora.use_dora, init)
     for name in modules_to_save(model, lora):
         _train_whole(model, name, lora)
+    add_to_parameters(model, parameters, lora)
+    if lora.trainable_token_indices is not None:
+        train_tokens(model, lora, added_tokens)
     for module in model.modules():
         bias = module._parameters.get("bias")
         if bias is not None and not isinstance(module, Factor):
-            trained = lora.bias == "all" or (lora.bias == "lora_only" and isinstance(module, AdaptedLayer))
+            trained = lora.bias == "all" or (lora.bias == "lora_only" and isinstance(module, LowRankLayer))
             bias.requires_grad_(bias.requires_grad or trained)
     if lora.bias != "none" and not any(p.requires_grad for n, p in model.named_parameters() if _is_base_bias(n)):
         raise UserError(f"lora.bias = {lora.bias}: the model has no such biases; use none")
@@ -86,21 +102,34 @@ def _train_whole(model: nn.Module, name: str, lora: LoraConfig) -> None:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the layers that have an adapter, with their names."""
+    """Yields the layers that have an adapter of low rank, with their names."""
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedLayer):
+        if isinstance(module, LowRankLayer):
             yield name, module
+
+
+def scalings(model: nn.Module) -> dict[str, float]:
+    """Returns what the output of each adapter is multiplied by, by the name of its layer or parameter."""
+    layers = {name: float(layer.scaling) for name, layer in adapted_layers(model)}
+    return layers | {name: adapter.scaling for name, adapter in parameter_adapters(model).items()}
+
+
+def multiplies_weights(model: nn.Module) -> bool:
+    """Returns whether adapters multiply matrices with each other, for DoRA or for an adapted parameter."""
+    dora = any(getattr(layer, "lora_magnitude_vector", None) for _, layer in adapted_layers(model))
+    return dora or bool(parameter_adapters(model))
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether a model has any adapter."""
-    return next(adapted_layers(model), None) is not None
+    return bool(next(adapted_layers(model), None) or parameter_adapters(model) or token_layers(model))
 
 
 def remove_adapters(model: nn.Module) -> None:
     """Takes all adapters off a model, which then is the base."""
-    for _, module in [*adapted_layers(model)]:
+    for _, module in [*adapted_layers(model), *token_layers(model).items()]:
         detach(module)
+    remove_from_parameters(model)
 
 
 def reset_with(reset_other: Reset) -> Reset:
@@ -131,7 +160,7 @@ def magnitude_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[s
 
 def is_adapter_tensor(name: str) -> bool:
     """Returns whether a tensor of a model belongs to an adapter, by its name."""
-    return ".lora_" in name
+    return ".lora_" in name or ".token_adapter." in name
 
 
 def split_groups(model: nn.Module, groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
@@ -164,21 +193,22 @@ def tensor_styles(model: nn.Module, style_of: Callable[[str], TensorStyle | None
     return styles
 
 
-def describe_adapters(model: nn.Module) -> str:
-    """Returns the row of the report about adapters, or an empty string if the model has none."""
-    layers = dict(adapted_layers(model))
-    if not layers:
+def describe_adapters(model: nn.Module, trained: int, total: int) -> str:
+    """Returns the row of the report about adapters, or an empty string if the model has none. `trained` and `total` are
+    numbers of parameters of the whole model."""
+    layers, adapted = dict(adapted_layers(model)), scalings(model)
+    if not adapted:
         return ""
-    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-    ranks = {_rank(module): module for module in layers.values()}
-    alphas = dict.fromkeys(f"{module.scaling:g}" for module in layers.values())
+    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
+    number = len(adapted) - len(layers)
+    counts = [f"{len(layers)} modules"] * bool(layers) + [f"{number} parameters"] * bool(number)
+    ranks = dict.fromkeys([*map(_rank, layers.values()), *(a.rank for a in parameter_adapters(model).values())])
+    alphas = dict.fromkeys(f"{scaling:g}" for scaling in adapted.values())
+    rows = sum(map(len, token_indices(model).values()))
+    tokens = f" and {rows} rows of tokens" if rows else ""
     dora = any(getattr(module, "lora_magnitude_vector", None) for module in layers.values())
-    trained, total = (
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-        sum(p.numel() for p in model.parameters()),
-    )
     return (
-        f"{'DoRA' if dora else 'LoRA'} on {len(layers)} modules ({kinds}), rank {', '.join(map(str, ranks))}, "
+        f"{'DoRA' if dora else 'LoRA'} on {' and '.join(counts)} ({kinds}){tokens}, rank {', '.join(map(str, ranks))}, "
         f"scaled by {', '.join(alphas)}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
     )
 
@@ -204,19 +234,24 @@ def merge_adapters(model: nn.Module) -> None:
             detach(module)
         elif hasattr(module, "dequantise"):
             linear = nn.Linear(*linear_sizes(module), bias=module.bias is not None)
-            linear.weight.copy_(_merged_weight(module))
-            if (bias := _merged_bias(module)) is not None:
+            linear.weight.copy_(merged_weight(module))
+            if (bias := merged_bias(module)) is not None:
                 linear.bias.copy_(bias)
             model.set_submodule(name, linear)
         else:
-            merged, bias = _merged_weight(module), _merged_bias(module)
+            merged, bias = merged_weight(module), merged_bias(module)
             module.weight.copy_(merged if hasattr(module, "in_features") else merged.mT)
             if bias is not None:
                 module.bias.copy_(bias)
             detach(module)
 
+    for layer in token_layers(model).values():
+        merge_rows(layer)
+    merge_parameters(model)
+    remove_adapters(model)
 
-def _merged_weight(module: Any) -> Tensor:
+
+def merged_weight(module: Any) -> Tensor:
     """Returns the weight (outputs, inputs) of a layer with its adapter, in float32."""
     first, second = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
     weight = plain_weight(module).float()
@@ -226,7 +261,7 @@ def _merged_weight(module: Any) -> Tensor:
     return merged
 
 
-def _merged_bias(module: Any) -> Tensor | None:
+def merged_bias(module: Any) -> Tensor | None:
     """Returns the bias of a layer with its adapter's, or None if it has none."""
     change, bias = module.lora_B[ADAPTER].bias, module.bias
     if change is None:

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from shoal.config.section import Positive, Section, refuse_if
+from shoal.config.section import NonNegative, Positive, Section, refuse_if
 
 OTHER_NAMES = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 """Other spellings of keys, and the names that PEFT has for them."""
 
+ADDED = "added"
+"""The value of `trainable_token_indices` that means the tokens in `model.added_tokens`."""
+
 REFUSED = {
     "fan_in_fan_out": "the class of a layer says how its weight is stored",
-    "target_parameters": "adapters are put on modules; name them in target_modules",
-    "trainable_token_indices": "name the embedding in modules_to_save to train all of it",
     "layer_replication": "layers keep their number",
     "loftq_config": "adapters do not start from the error of a quantisation",
     "eva_config": "adapters do not start from data",
@@ -63,6 +64,9 @@ class LoraConfig(Section):
     """The modules that get an adapter: names or ends of names, or one regular expression for whole names. `all-linear`:
     all linear layers except the head. `auto`: what PEFT has for the kind of model, for most the query and value
     projections."""
+    target_parameters: list[str] | None = None
+    """Parameters outside of linear layers that get an adapter, by their names or the ends of them, such as
+    `mlp.experts.gate_up_proj` in a mixture of experts."""
     exclude_modules: list[str] | str | None = None
     """The modules that get none, in the same forms."""
     layers_to_transform: list[int] | int | None = None
@@ -84,6 +88,9 @@ class LoraConfig(Section):
     """The biases of the model that are trained: none, all, or those of modules with an adapter."""
     modules_to_save: list[str] | None = None
     """Modules that are trained as a whole, by the end of their names, such as `lm_head`."""
+    trainable_token_indices: list[NonNegative] | dict[str, list[NonNegative]] | Literal["added"] | None = None
+    """Tokens whose rows of the embedding are trained while all other rows are frozen; a tied head has the same rows. A
+    mapping has the tokens of several modules by name. `added`: the tokens in `model.added_tokens`, also in the head."""
     ensure_weight_tying: bool = False
     """With `modules_to_save` of a tied embedding or head: train both as one. Without it they are refused."""
     init_lora_weights: Annotated[
@@ -104,10 +111,6 @@ class LoraConfig(Section):
     """The same as `lora_dropout`."""
     fan_in_fan_out: None = None
     """Refused: the class of a layer says how its weight is stored."""
-    target_parameters: None = None
-    """Refused: adapters are put on modules; name them in target_modules."""
-    trainable_token_indices: None = None
-    """Refused: name the embedding in modules_to_save to train all of it."""
     layer_replication: None = None
     """Refused: layers keep their number."""
     loftq_config: None = None
@@ -186,7 +189,17 @@ class LoraConfig(Section):
                 self.layers_pattern is not None and self.layers_to_transform is None,
                 "layers_pattern has no effect without layers_to_transform; leave it out",
             ),
-            (self.target_modules == [], "target_modules = []: no module gets an adapter; name some, or use all-linear"),
+            (
+                self.target_modules == [] and not self.target_parameters,
+                "target_modules = []: no module gets an adapter; name some, or use all-linear",
+            ),
+            *(
+                (
+                    bool(self.target_parameters) and bool(getattr(self, key)),
+                    f"{key} = {getattr(self, key)}: PEFT has it without target_parameters alone; leave one of them out",
+                )
+                for key in ("lora_dropout", "use_dora", "lora_bias")
+            ),
             (
                 self.use_dora and self.lora_bias,
                 "lora_bias = true: adapters with use_dora have no bias; leave one of them out",

@@ -64,7 +64,14 @@ class Magnitude(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """The common part of layers with an adapter."""
+    """The common part of layers with an adapter: of low rank, or trained rows of some tokens (trained_tokens.py)."""
+
+    adapter_parts: tuple[str, ...]
+    """The names of the modules and attributes that make up the adapter."""
+
+
+class LowRankLayer(AdaptedLayer):
+    """The common part of layers with an adapter of low rank."""
 
     scaling: float
     lora_dropout: Any
@@ -75,7 +82,7 @@ class AdaptedLayer(nn.Module):
     lora_embedding_B: Any
 
 
-class AdaptedLinear(AdaptedLayer):
+class AdaptedLinear(LowRankLayer):
     """A linear layer with an adapter: base(x) + scaling · B(A(dropout(x))), or DoRA's form of it."""
 
     sum_over_inputs: Callable[[Tensor], Tensor] | None = None
@@ -110,7 +117,7 @@ class AdaptedLinear(AdaptedLayer):
             return squares.sqrt()
 
 
-class AdaptedEmbedding(AdaptedLayer):
+class AdaptedEmbedding(LowRankLayer):
     """An embedding with an adapter: each token also looks up a row of A, which B widens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -126,11 +133,11 @@ def add_to_linear(
 ) -> None:
     """Gives a linear layer an adapter."""
     in_features, out_features = linear_sizes(module)
-    first, second = _draws(init, rank)
-    _attach(
+    first, second = draws(init, rank)
+    attach(
         module,
         AdaptedLinear,
-        scaling,
+        scaling=scaling,
         lora_dropout=nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()}),
         lora_A=nn.ModuleDict({ADAPTER: Factor(in_features, rank, False, first)}),
         lora_B=nn.ModuleDict({ADAPTER: Factor(rank, out_features, bias, second)}),
@@ -140,27 +147,27 @@ def add_to_linear(
 
 def add_to_embedding(module: nn.Embedding, rank: int, scaling: float) -> None:
     """Gives an embedding an adapter."""
-    _attach(
+    attach(
         module,
         AdaptedEmbedding,
-        scaling,
+        scaling=scaling,
         lora_embedding_A=EmbeddingFactor(rank, module.num_embeddings, nn.init.zeros_),
         lora_embedding_B=EmbeddingFactor(module.embedding_dim, rank, nn.init.normal_),
     )
 
 
-def _attach(module: Any, kind: type[AdaptedLayer], scaling: float, **parts: nn.Module) -> None:
+def attach(module: Any, kind: type[AdaptedLayer], **parts: Any) -> None:
+    """Makes a layer one of an adapted class, and gives it the parts of the adapter: modules and plain attributes."""
     module.__class__ = _adapted_class(type(module), kind)  # type: ignore[arg-type]  # mypy on hashing a type
-    module.scaling = scaling
+    module.adapter_parts = tuple(parts)
     for name, part in parts.items():
-        module.add_module(name, part.train(module.training))
+        setattr(module, name, part.train(module.training) if isinstance(part, nn.Module) else part)
 
 
 def detach(module: Any) -> None:
     """Takes the adapter off a layer, which then is what it was before."""
-    for name in [name for name, _ in module.named_children() if name.startswith("lora_")]:
+    for name in (*module.adapter_parts, "adapter_parts"):
         delattr(module, name)
-    del module.scaling
     module.__class__ = type(module).__bases__[1]
 
 
@@ -192,7 +199,7 @@ def plain_weight(module: Any) -> Tensor:
     return weight if hasattr(module, "in_features") else weight.mT
 
 
-def _draws(init: bool | str, rank: int) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
+def draws(init: bool | str, rank: int) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
     """Returns the functions that draw the two matrices of an adapter, as PEFT does."""
     if init == "gaussian":
         return lambda weight: nn.init.normal_(weight, std=1 / rank), nn.init.zeros_

@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.errors import UserError, as_user_error
-from shoal.lora.adapters import adapted_layers
+from shoal.lora.adapters import adapted_layers, scalings
 from shoal.lora.config import LoraConfig
 from shoal.lora.layers import ADAPTER
 from shoal.lora.targets import find_targets, scale_by_pattern, target_names
+from shoal.lora.trained_tokens import token_indices
 from shoal.weights.conversion import open_safetensors
 from shoal.weights.regular_files import read_json_text
 
@@ -50,21 +51,33 @@ def name_in_folder(model: nn.Module, name: str) -> str:
 
 def name_in_model(name: str) -> str:
     """Returns the name in the model of a tensor in PEFT's folder; the inverse of `name_in_folder`."""
-    name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    # An adapter of several parameters of one module is in a `base_layer` of its own, which keeps its name.
+    name = re.sub(r"\.base_layer\.(?!lora_|base_layer\.)", ".", name.removeprefix(_PREFIX))
+    name = re.sub(r"\.(token_adapter\.trainable_tokens_delta)$", rf".\1.{ADAPTER}", name)
     name = re.sub(r"\.(lora_[AB])\.(weight|bias)$", rf".\1.{ADAPTER}.\2", name)
     name = re.sub(r"\.(lora_embedding_[AB])$", rf".\1.{ADAPTER}", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", f".lora_magnitude_vector.{ADAPTER}.weight", name)
 
 
-def config_for_peft(plain_model: Any, lora: LoraConfig, base: str | None, revision: str | None) -> dict[str, Any]:
-    """Returns the content of adapter_config.json. `plain_model` is the model without adapters."""
+def config_for_peft(
+    plain_model: Any,
+    lora: LoraConfig,
+    base: str | None,
+    revision: str | None,
+    tokens: Mapping[str, list[int]] | None = None,
+) -> dict[str, Any]:
+    """Returns the content of adapter_config.json. `plain_model` is the model without adapters; `tokens` are those with
+    trained rows, by the name of their module."""
     names = target_names(plain_model, lora)
     if lora.target_modules == "all-linear":  # the ends of the names, if they mean the same modules
         ends = sorted({name.rpartition(".")[2] for name in names})
         alike = find_targets(plain_model, lora.model_copy(update={"target_modules": ends}))
         names = ends if alike.keys() == find_targets(plain_model, lora).keys() else names
     transposed = any(type(module).__name__ == "Conv1D" for module in plain_model.modules())
-    fields = lora.model_dump(exclude=_OWN_KEYS | {"target_modules"}, exclude_none=True)
+    fields = lora.model_dump(exclude=_OWN_KEYS | {"target_modules", "trainable_token_indices"}, exclude_none=True)
+    if tokens:
+        only_embedding = [*tokens] == [_name_of(plain_model, plain_model.get_input_embeddings())]
+        fields["trainable_token_indices"] = next(iter(tokens.values())) if only_embedding else dict(tokens)
     fields = {
         key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in fields.items()
     }
@@ -79,6 +92,10 @@ def config_for_peft(plain_model: Any, lora: LoraConfig, base: str | None, revisi
         "target_modules": names,
         **fields,
     }
+
+
+def _name_of(model: nn.Module, member: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is member)
 
 
 def write_adapter(
@@ -104,13 +121,13 @@ def check_adapter(
 
     `base_digests` are those of the model's frozen tensors, by name; `base_folders` are where these were read.
     """
-    layers = dict(adapted_layers(model))
+    found = scalings(model)
     # The files are not trusted: what they say may be of any type.
     with as_user_error(f"{where}: it is damaged", OSError, ValueError, LookupError, TypeError, AttributeError):
         config = dict(json.loads(read_json_text(folder / CONFIG, follow_links=True)))
         digests = dict(json.loads((open_safetensors(folder / TENSORS).metadata() or {}).get(_DIGESTS, "{}")))
         base = str(config.get("base_model_name_or_path") or "")
-        scalings = {name: scale_by_pattern(config, name) for name in layers}
+        expected = {name: scale_by_pattern(config, name) for name in found}
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: it holds an adapter of kind {config.get('peft_type')!r:.100}; give a LoRA")
     differing = [name for name, digest in digests.items() if base_digests.get(name, digest) != digest]
@@ -120,13 +137,25 @@ def check_adapter(
             f"{where}: the adapter was trained on the base {base!r}, and this run's base is "
             f"{', '.join(map(str, sorted(base_folders)))}{why}; set model.name to the adapter's base"
         )
-    for name, module in layers.items():
-        scaling = scalings[name]
-        if abs(scaling - module.scaling) > 1e-6 * abs(scaling):
+    for name, scaling in expected.items():
+        if abs(scaling - found[name]) > 1e-6 * abs(scaling):
             raise UserError(
-                f"{where}: its adapter of {name} is scaled by {scaling:g}, and lora: says {module.scaling:g}; set "
+                f"{where}: its adapter of {name} is scaled by {scaling:g}, and lora: says {found[name]:g}; set "
                 f"lora.r = {config.get('r')}, lora.lora_alpha = {config.get('lora_alpha')} and the patterns as in its "
                 f"{CONFIG}"
+            )
+    _check_tokens(where, config.get("trainable_token_indices"), token_indices(model))
+
+
+def _check_tokens(where: str, stored: Any, trained: Mapping[str, list[int]]) -> None:
+    """Raises UserError if an adapter has the rows of other tokens than this run trains."""
+    by_name = stored if isinstance(stored, dict) else {"": stored} if stored else {}
+    for name, tokens in trained.items():
+        found = [numbers for end, numbers in by_name.items() if not end or name == end or name.endswith(f".{end}")]
+        if tokens not in found:
+            raise UserError(
+                f"{where}: it has the rows of the tokens {found[0] if found else []!r:.100}, and this run trains "
+                f"{tokens!r:.100} of {name}; set lora.trainable_token_indices as in its {CONFIG}"
             )
 
 

@@ -30,7 +30,7 @@ def find_targets(model: Any, lora: LoraConfig) -> dict[str, Target]:
     modules = {name: module for name, module in model.named_modules() if name}
     wanted = target_names(model, lora)
     names = [name for name in modules if not _is_excluded(name, lora) and _is_wanted(name, wanted, lora)]
-    if not names:
+    if not names and lora.target_modules != []:
         raise UserError(_nothing_found(modules, wanted, lora))
     for name in names:
         if not is_linear(modules[name]) and not isinstance(modules[name], nn.Embedding):
@@ -41,16 +41,46 @@ def find_targets(model: Any, lora: LoraConfig) -> dict[str, Target]:
         if isinstance(modules[name], nn.Embedding) and (lora.use_dora or lora.lora_bias):
             key = "use_dora" if lora.use_dora else "lora_bias"
             raise UserError(f"lora.{key} = true is not for the embedding {name}; take it out of lora.target_modules")
+    adapted = [*names, *find_parameters(model, lora)]
     for key, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for part in pattern or ():
-            if not any(_ends_with(part, name) for name in names):
-                raise UserError(f"lora.{key}: {part!r} matches no module with an adapter; they are {_some(names)}")
-    return {
-        name: Target(
-            _by_pattern(lora.rank_pattern, name, lora.r), _by_pattern(lora.alpha_pattern, name, lora.lora_alpha)
-        )
-        for name in names
-    }
+            if not any(_ends_with(part, name) for name in adapted):
+                raise UserError(f"lora.{key}: {part!r} matches no module with an adapter; they are {_some(adapted)}")
+    return {name: _target(lora, name) for name in names}
+
+
+def find_parameters(model: nn.Module, lora: LoraConfig) -> dict[str, Target]:
+    """Returns the parameters that get an adapter, by name. Raises UserError if a key matches none, or if one cannot
+    have an adapter."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, Target] = {}
+    for key in lora.target_parameters or ():
+        names = [name for name in parameters if name == key or name.endswith(f".{key}")]
+        if not names:
+            matrices = [name for name, p in parameters.items() if p.ndim > 1 and not hasattr(p, "logical_numel")]
+            experts = [name for name in matrices if parameters[name].ndim == 3]
+            ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts or matrices)
+            near = get_close_matches(key, ends, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {_some([*ends])}"
+            raise UserError(f"lora.target_parameters = {key!r}: the model has no such parameter; {hint}")
+        for name in names:
+            parameter, owner = parameters[name], model.get_submodule(name.rpartition(".")[0])
+            if parameter.ndim not in (2, 3) or isinstance(owner, nn.Embedding) or hasattr(parameter, "logical_numel"):
+                raise UserError(
+                    f"lora.target_parameters = {key!r}: {name} is a parameter {[*parameter.shape]} of a "
+                    f"{type(owner).__name__}, which cannot have an adapter; name matrices, or experts of three "
+                    "dimensions, and embeddings and quantised layers in target_modules"
+                )
+            found[name] = _target(lora, name)
+    return found
+
+
+def _target(lora: LoraConfig, name: str) -> Target:
+    rank, alpha = (
+        _by_pattern(lora.rank_pattern, name, lora.r),
+        _by_pattern(lora.alpha_pattern, name, lora.lora_alpha),
+    )
+    return Target(rank, alpha)
 
 
 def target_names(model: Any, lora: LoraConfig) -> list[str] | str:

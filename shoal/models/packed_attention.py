@@ -8,7 +8,9 @@ side. Elsewhere a mask of (batch, 1, time, time) is needed.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,7 +81,9 @@ def attend_within_samples(
         # As sdpa does under autocast; rotary embeddings are computed in fp32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    if not _has_kernel(query, value, options):
+    if reason := _why_no_kernel(query, value, options):
+        if query.is_cuda and not torch.compiler.is_compiling():
+            _warn(reason)
         return sdpa(module, query, key, value, block_mask(starts, length), **options)[0]
     batch, heads, _, size = query.shape
     if "enable_gqa" not in _OPTIONS:
@@ -95,9 +99,26 @@ def attend_within_samples(
     return output.view(batch, length, heads, size)
 
 
-def _has_kernel(query: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Returns whether flash attention can compute samples of different lengths side by side here."""
+def _why_no_kernel(query: Tensor, value: Tensor, options: dict[str, Any]) -> str:
+    """Returns why flash attention cannot compute samples of different lengths side by side here; "" if it can."""
     size = query.shape[-1]
-    fits = query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] <= _LARGEST_HEAD and size % 8 == 0
-    plain = not options.get("dropout") and not options.get("softcap")
-    return fits and plain and query.is_cuda and {"window_size", "scale"} <= _OPTIONS.keys()
+    reasons = {
+        "there is no GPU": not query.is_cuda,
+        f"this torch ({torch.__version__}) has no `window_size` and `scale` for it": not _OPTIONS.keys()
+        >= {"window_size", "scale"},
+        "it computes in bf16 and fp16 only": query.dtype not in (torch.bfloat16, torch.float16),
+        f"it takes heads of up to {_LARGEST_HEAD} numbers, a multiple of 8": not (
+            size == value.shape[-1] <= _LARGEST_HEAD and size % 8 == 0
+        ),
+        "it has neither dropout nor capped scores": bool(options.get("dropout") or options.get("softcap")),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"dataset.packing: attention computes with a mask of time × time instead of variable-length flash attention, "
+        f"because {reason}; results are the same, and memory and time grow with the square of max_seq_length",
+        stacklevel=2,
+    )

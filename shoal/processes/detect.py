@@ -7,10 +7,19 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.processes.environments import ENVIRONMENTS, LaunchKeys, Plain, ShoalLauncher, read_number
+from shoal.errors import UserError
+from shoal.processes.environments import (
+    ENVIRONMENTS,
+    LaunchKeys,
+    NodeVariables,
+    Plain,
+    ShoalLauncher,
+    read_number,
+    read_port,
+)
 from shoal.processes.world import LOOPBACK, World
 
 
@@ -37,6 +46,62 @@ def detect(environment: Mapping[str, str] = os.environ, launch: LaunchKeys | Non
     else:
         known["run_id"] = environment.get("TORCHELASTIC_RUN_ID", world.run_id)
     return replace(world, **known, environment=found.name)
+
+
+def world_by_number(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> World:
+    """Returns the world of a script that numbers its processes itself, as under torch.multiprocessing.spawn.
+
+    They meet at MASTER_ADDR and MASTER_PORT, by default at port 29500 of this machine. Raises UserError if a launcher,
+    or the process group that exists, says another rank or size.
+    """
+    if not 0 <= rank < size:
+        raise UserError(
+            f"rank = {rank}, world_size = {size}: ranks count from 0 to world_size - 1; correct one of them"
+        )
+    if _group_exists() or {"RANK", "LOCAL_RANK"} <= {*environment}:
+        found = detect(environment)
+        if (found.rank, found.size) != (rank, size):
+            raise UserError(
+                f"rank = {rank}, world_size = {size}: {found.environment} says {found.rank} of {found.size}; leave "
+                "both out, or make them agree"
+            )
+        return found
+    if size == 1:
+        return World()
+    local_size = read_number(environment, "LOCAL_WORLD_SIZE", size)
+    return World(
+        rank,
+        size,
+        read_number(environment, "LOCAL_RANK", rank % max(1, local_size)),
+        local_size,
+        environment.get("MASTER_ADDR", "127.0.0.1"),
+        read_port({"MASTER_PORT": "29500", **environment}),
+        environment="a rank and a world size from Python",
+    )
+
+
+def nodes_by_hand(processes: int, environment: Mapping[str, str] = os.environ) -> World:
+    """Returns which machine this is, if a script is started by hand on several, each of which starts `processes`.
+
+    They are described by MASTER_ADDR, MASTER_PORT, WORLD_SIZE (the number of all processes) and NODE_RANK. Without
+    NODE_RANK this machine is the only one.
+    """
+    if "NODE_RANK" not in environment or environment.get("WORLD_SIZE", "1") == "1":
+        return World()
+    return NodeVariables().world(environment, _Processes(procs_per_node=processes))
+
+
+@dataclass(frozen=True)
+class _Processes:
+    """The keys of `launch` of a script that only says how many processes a machine has."""
+
+    procs_per_node: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    node_rank: int | None = None
+    detect: str = "auto"
 
 
 def detect_attempt(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:

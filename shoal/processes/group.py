@@ -37,6 +37,8 @@ def join(world: World, device: torch.device, backend: str, timeout_seconds: floa
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what a hang's message is made of; torch's own default
     alone = world.size == 1  # then no port is opened
     dist.init_process_group(
         backend,

@@ -10,11 +10,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -23,6 +22,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from shoal.processes.board import HANG_REPORT, board_section
+from shoal.processes.flight_recorder import Flight, find_absent, format_ranks, read_flight
 from shoal.processes.group import LOST_PEERS_EXIT_CODE
 from shoal.processes.world import World
 
@@ -186,11 +186,28 @@ class Watchdog:
         ranks = [rank for rank in range(self.world.size) if self._board.check([f"{kind} of rank {rank}"])]
         return {rank: RankStatus(**json.loads(self._board.get(f"{kind} of rank {rank}"))) for rank in ranks}
 
+    def _post_flight(self) -> None:
+        """Posts what torch's flight recorder shows, and writes all of it beside the log."""
+        from shoal.torch_private import dump_flight_recorders  # not above, because launchers import this module
+
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # another torch may record something else
+            dumps = dump_flight_recorders()
+            self._board.set(f"flight of rank {self.world.rank}", read_flight(dumps).as_json())
+            if self.log is not None:
+                recorders = [json.loads(dump) for dump in dumps]
+                (self.log.parent / f"flight_{self.world.rank}.json").write_text(json.dumps(recorders))
+
+    def _flights(self) -> dict[int, Flight]:
+        """Returns what ranks have posted with `_post_flight`, by rank."""
+        ranks = [rank for rank in range(self.world.size) if self._board.check([f"flight of rank {rank}"])]
+        return {rank: Flight.from_json(self._board.get(f"flight of rank {rank}")) for rank in ranks}
+
     def _end_after_hang(self, log: TextIO, limit_seconds: float) -> None:
         """Posts the status of this rank, kills silent processes and exits. The rank that is first reports the hang."""
         try:
             is_first = self._board.add("hang", 1) == 1
             self._post_status("answer")
+            self._post_flight()
             print(f"shoal: the run hangs; all threads of rank {self.world.rank}:", file=log, flush=True)
             faulthandler.dump_traceback(file=log)
             if is_first:
@@ -204,13 +221,19 @@ class Watchdog:
         time.sleep(self.answer_seconds)  # until all ranks that still can have answered
         answers = self._statuses("answer")
         last_statuses = self._statuses("status") | answers
-        missing = find_missing_ranks(answers, self.world.size)
+        absent, lines = find_absent(self._flights())
+        missing = find_missing_ranks(answers, self.world.size, absent)
         key = "timeout" if limit_seconds == self.timeout_seconds else "init_timeout"
-        text = describe_hang(missing, answers, last_statuses, f"distributed.{key} = {limit_seconds:g} s")
-        log_line = f"  the stacks of all threads are in {self.log.parent}/rank_<n>.log\n" if self.log else ""
+        text = describe_hang(missing, answers, last_statuses, f"distributed.{key} = {limit_seconds:g} s", lines)
+        log_line = ""
+        if self.log:
+            log_line = (
+                f"  the stacks of all threads are in {self.log.parent}/rank_<n>.log, torch's records of collectives"
+            )
+            log_line += " in flight_<n>.json\n"
         os.write(self.terminal, f"shoal: {text}{log_line}".encode())
         silent = [(status.machine, status.pid) for rank, status in last_statuses.items() if rank not in answers]
-        hang_report = json.dumps({"who": _format_ranks(missing) if missing else "the run", "silent": silent})
+        hang_report = json.dumps({"who": format_ranks(missing) if missing else "the run", "silent": silent})
         self._board.underlying_store.set(HANG_REPORT.format(self.world.attempt_name), hang_report)
         self._board.set("silent", json.dumps(silent))
 
@@ -266,10 +289,15 @@ def collective_of(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def find_missing_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int]:
-    """Returns the ranks that the others wait for; an empty list if no rank differs from the others."""
+def find_missing_ranks(answers: Mapping[int, RankStatus], size: int, absent: Sequence[int] = ()) -> list[int]:
+    """Returns the ranks that the others wait for; an empty list if no rank differs from the others.
+
+    `absent` are those that the flight recorders show to be missing from a collective.
+    """
     if silent := [rank for rank in range(size) if rank not in answers]:
         return silent
+    if absent:
+        return [*absent]
     furthest = max(answer.progress for answer in answers.values())
     behind = [rank for rank in answers if answers[rank].progress < furthest]
     active = [rank for rank in answers if not answers[rank].collective]
@@ -278,12 +306,20 @@ def find_missing_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int
 
 
 def describe_hang(
-    missing: Sequence[int], answers: Mapping[int, RankStatus], last_statuses: Mapping[int, RankStatus], limit: str
+    missing: Sequence[int],
+    answers: Mapping[int, RankStatus],
+    last_statuses: Mapping[int, RankStatus],
+    limit: str,
+    collectives: Sequence[str] = (),
 ) -> str:
-    """Returns the message of a hang: first each missing rank, then the others, grouped by what they do."""
+    """Returns the message of a hang: first each missing rank, then the others, grouped by what they do.
+
+    `collectives` are sentences of the flight recorders.
+    """
     lines = [f"the run hangs: no progress within {limit}, and no rank is behind the others"]
     if missing:
-        lines = [f"the run hangs: {_format_ranks(missing)} did not arrive within {limit}"]
+        lines = [f"the run hangs: {format_ranks(missing)} did not arrive within {limit}"]
+    lines += [f"  {sentence}" for sentence in collectives[:MAX_SHOWN]]
     waiting: dict[tuple[str, ...], list[int]] = {}
     for rank in [rank for rank in answers if rank not in missing]:
         waiting.setdefault((answers[rank].activity, *answers[rank].frames), []).append(rank)
@@ -294,17 +330,8 @@ def describe_hang(
             continue
         process = f" ({status.machine.split()[0]}, process {status.pid})" if len(ranks) == 1 else ""
         silent = "" if ranks[0] in answers else f"silent since {status.time_of_day}, last seen in "
-        lines += [f"  {_format_ranks(ranks)}{process}: {silent}{status}", *(f"    {frame}" for frame in status.frames)]
+        lines += [f"  {format_ranks(ranks)}{process}: {silent}{status}", *(f"    {frame}" for frame in status.frames)]
     return "\n".join(lines) + "\n"
-
-
-def _format_ranks(ranks: Collection[int]) -> str:
-    """Returns ranks in words, such as `rank 3` or `ranks 0, 2-7`."""
-    # Within a span of consecutive ranks, the difference between rank and index is constant.
-    by_difference = groupby(enumerate(sorted(ranks)), lambda indexed: indexed[1] - indexed[0])
-    spans = [[rank for _, rank in span] for _, span in by_difference]
-    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _importable_path(file: str) -> str:

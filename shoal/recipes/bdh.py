@@ -70,3 +70,9 @@ class BDHRecipe(TextRecipe):
         assert isinstance(model, BDH)
         tokens = model.generate(self.prompt(model), max_new_tokens=240, temperature=0.8, top_k=50)
         return self.tokenizer.decode(tokens[0].tolist())
+
+
+if __name__ == "__main__":
+    from shoal.cli.recipe import main
+
+    main("bdh")

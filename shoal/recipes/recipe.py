@@ -92,6 +92,10 @@ class Recipe(HookMethods):
         """Returns a line about the training data, for the report at step 1. By default it is empty."""
         return ""
 
+    def data_warnings(self) -> Sequence[str]:
+        """Returns what looks like a mistake in the data, a line each. `shoal train` and `shoal data` show them."""
+        return ()
+
     def view_data(self, number: int) -> DataView:
         """Returns what `shoal data` shows: the first samples as text, and figures about all. It prepares the data."""
         raise UserError(
@@ -238,6 +242,13 @@ class Recipe(HookMethods):
     def preview(self, model: nn.Module) -> str | None:
         """Returns a text to show after an evaluation, such as a generated one, or None. Runs on every rank."""
         return None
+
+    def preview_texts(self, model: nn.Module, index: int, parts: int) -> Sequence[str]:
+        """Returns every `parts`-th of several texts to show, from number `index` on: data-parallel ranks share them.
+
+        All ranks of a sharded model have to call the model equally often, also one that has no text to make.
+        """
+        return ()
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -18,8 +19,13 @@ class TextRecipe(Recipe):
 
     unit = "tokens"
 
+    @property
+    def added_tokens(self) -> Sequence[str]:
+        """New tokens of the tokenizer."""
+        return ()
+
     def prepare_data(self) -> None:
-        prepare_text(self.config.dataset)
+        prepare_text(self.config.dataset, self.added_tokens)
 
     def check_vocabulary(self, key: str, vocab_size: int) -> None:
         """Refuses a model with fewer tokens than the tokenizer; on a GPU they would fail in a device assertion."""
@@ -32,12 +38,12 @@ class TextRecipe(Recipe):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the dataset."""
-        return load_tokenizer(self.config.dataset.tokenizer)
+        return load_tokenizer(self.config.dataset.tokenizer, self.added_tokens)
 
     @cached_property
     def windows(self) -> tuple[TokenWindows, TokenWindows | None]:
         """The training and the evaluation data."""
-        return open_text(self.config.dataset)
+        return open_text(self.config.dataset, self.added_tokens)
 
     def train_data(self) -> TokenWindows:
         return self.windows[0]
@@ -46,7 +52,7 @@ class TextRecipe(Recipe):
         return self.windows[1]
 
     def view_data(self, number: int) -> DataView:
-        prepare_text(self.config.dataset)
+        prepare_text(self.config.dataset, self.added_tokens)
         train, evaluation = self.train_data(), self.eval_data()
         shown = [train[index]["input_ids"].tolist() for index in range(min(number, len(train)))]
         facts = {

@@ -16,8 +16,8 @@ from shoal.data.instructions import (
     open_instructions,
     prepare_instructions,
 )
-from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from shoal.data.instructions.describe import describe_data, view_data
+from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, with_added_tokens
+from shoal.data.instructions.describe import data_warnings, describe_data, view_data
 from shoal.data.instructions.exchanges import Exchange, first_exchanges
 from shoal.data.view import DataView
 from shoal.errors import UserError
@@ -53,7 +53,8 @@ class TextLoraRecipe(CausalLMRecipe):
         """The tokenizer of the dataset, with its chat template."""
         dataset, model = self.config.dataset, self.config.model
         revision = model.revision if dataset.tokenizer == model.name else None
-        return load_chat_tokenizer(dataset.tokenizer, dataset.chat_template, revision)
+        tokenizer = load_chat_tokenizer(dataset.tokenizer, dataset.chat_template, revision)
+        return with_added_tokens(tokenizer, self.added_tokens)
 
     @cached_property
     def prepared(self) -> Prepared:
@@ -68,6 +69,9 @@ class TextLoraRecipe(CausalLMRecipe):
 
     def data_summary(self) -> str:
         return describe_data(self.prepared)
+
+    def data_warnings(self) -> list[str]:
+        return data_warnings(self.prepared, self.tokenizer)
 
     def view_data(self, number: int) -> DataView:
         prepare_instructions(self.config.dataset, self.tokenizer)
@@ -116,16 +120,27 @@ class TextLoraRecipe(CausalLMRecipe):
         return first_exchanges(self.prepared, self.config.dataset.preview_prompts)
 
     def preview(self, model: nn.Module) -> str | None:  # type: ignore[override]
-        """Returns the model's answers to the first prompts of the evaluation data, beside the references."""
+        """Returns None: `preview_texts` has what is shown."""
+        return None
+
+    def preview_texts(self, model: nn.Module, index: int, parts: int) -> list[str]:
+        """Returns the model's answers to some of the first prompts of the evaluation data, beside the references."""
         if not self._exchanges:
-            return None
+            return []
         device = torch.get_default_device()
         device = next(model.parameters()).device if device.type == "cpu" else device
-        prompts = [exchange.prompt.to(device) for exchange in self._exchanges]
+        # A rank without a prompt answers the first one all the same: a sharded model needs all ranks in each forward.
+        shared = self._exchanges[index::parts]
+        prompts = [exchange.prompt.to(device) for exchange in shared or self._exchanges[:1]]
         longest = max(len(exchange.reference) for exchange in self._exchanges)
         number = min(self.config.dataset.preview_tokens, longest + 8)
-        answers = generate_greedily(model, prompts, number, self.tokenizer.filler)
-        return "\n\n".join(
-            exchange.describe(self.tokenizer, answer)
-            for exchange, answer in zip(self._exchanges, answers.tolist(), strict=True)
-        )
+        answers = generate_greedily(model, prompts, number, self.tokenizer.filler)[: len(shared)]
+        return [
+            exchange.describe(self.tokenizer, answer) for exchange, answer in zip(shared, answers.tolist(), strict=True)
+        ]
+
+
+if __name__ == "__main__":
+    from shoal.cli.recipe import main
+
+    main("text_lora")

@@ -7,8 +7,8 @@ from shoal.strategies.presets import (
     DeepSpeedStrategy,
     FSDPStrategy,
     MeshStrategy,
+    SingleGPUStrategy,
     SingleStrategy,
-    ThreeDParallelism,
     from_config,
 )
 
@@ -19,7 +19,7 @@ __all__ = [
     "FSDPStrategy",
     "Loop",
     "MeshStrategy",
+    "SingleGPUStrategy",
     "SingleStrategy",
-    "ThreeDParallelism",
     "from_config",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from shoal.parallel.tensor.sequence_parallel import check_length
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.processes.desync import check_replicas
 from shoal.processes.group import choose_backend, cpu_group, join, leave
+from shoal.processes.roll_call import RollCall
 from shoal.processes.world import World
 from shoal.seeding import SampleRng, mix, seed_generators
 from shoal.strategies.engines.plain import PlainEngine, Reduction
@@ -34,6 +36,7 @@ from shoal.strategies.executors import InTurn, Overlapped
 from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
+from shoal.strategies.own_time import OwnTime
 from shoal.strategies.update import Update
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
@@ -65,6 +68,8 @@ class Engaged:
     chunked_head: ChunkedHead | None = None
     exchange: CompressedExchange | LocalSGD | None = None
     """What replicas exchange instead of gradients as they are, if they do."""
+    own_time: OwnTime | None = None
+    """Measures what this rank computes in a step without waiting for others."""
     restarted: str = ""
     """What of the last state that was loaded did not fit this rank and starts anew, in words."""
     not_in_force: dict[str, str] = field(default_factory=dict)
@@ -117,6 +122,8 @@ class DistributedStrategy(ABC):
         self._data_groups: Sequence[dist.ProcessGroup | None] = (None,) if self.data_size > 1 else ()
         """A sum over these, one after another, is the sum over all slices of a batch; None means all ranks."""
         self._settings_before = ExitStack()
+        self._roll_call: RollCall | None = None
+        """Finds ranks that do not come to what all ranks have to call; None for one process."""
         self._engine: PlainEngine | None = None
         """What computes the model, once there is one."""
         self._executor: InTurn | Overlapped
@@ -126,6 +133,16 @@ class DistributedStrategy(ABC):
         self._module_state: ModuleState
         self._step = 0
         """The step that is being computed, counted from 0."""
+
+    @staticmethod
+    def from_config(config: Any) -> DistributedStrategy:
+        """Returns the strategy that a config names: a file, a dict of sections, or a checked `Config`.
+
+        Of its sections `experiment`, `training` and `distributed` are used, and a recipe is not needed.
+        """
+        from shoal.strategies.presets import from_any_config  # which needs this class
+
+        return from_any_config(config)
 
     # Beginning and end
 
@@ -152,6 +169,8 @@ class DistributedStrategy(ABC):
         if self.world.size > 1 or self.layout.strategy in ("fsdp", "mesh", "deepspeed"):
             join(self.world, self.device, self._backend, self._timeout_seconds)
             self.mesh = self._build_mesh(self.layout.mesh)
+        if self.world.size > 1 and self.world.group != "imagined":
+            self._roll_call = RollCall(self._timeout_seconds)
 
     def _build_mesh(self, sides: Mapping[str, int]) -> DeviceMesh:
         mesh = init_device_mesh(self.device.type, tuple(sides[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
@@ -162,6 +181,9 @@ class DistributedStrategy(ABC):
 
     def teardown(self) -> None:
         """Leaves the other processes and restores the settings that `setup` found."""
+        if self._roll_call is not None:
+            self._roll_call.leave()
+            self._roll_call = None
         leave(self.world)
         self._settings_before.close()
 
@@ -234,10 +256,15 @@ class DistributedStrategy(ABC):
 
         `trained` are the names of the parameters that get a gradient; by default all do.
         """
+        assert self._engine is not None
+        own_time = self._engine.own_time
         self._start_step()
+        own_time.begin(step)
+        own_time.start()
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
         own_count = self._sum(counts, micro_batches)
+        own_time.stop()
         count, self._step = self.sum_over_data(own_count), step
         # Under local_sgd every rank trains alone, on its slice of the batch.
         per_count = _per_count(own_count if self.layout.local_sgd else count, self._loss_scale)
@@ -245,8 +272,12 @@ class DistributedStrategy(ABC):
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
             self._executor.warm_up(batches[0], recipe, measures, step)
-        with nullcontext() if trained is None else self._training_alone(model, trained):
+        if trained is None:
             losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        else:
+            with self._training_alone(model, trained):
+                losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
+        own_time.end()
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
 
@@ -276,8 +307,43 @@ class DistributedStrategy(ABC):
         """Returns weights, buffers and optimizer state by name, each as this rank holds it. All ranks call it."""
 
     @abstractmethod
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer | None, state: TrainState) -> None:
         """Takes this rank's part of a state that was saved in any layout. Weights that it lacks stay as they are."""
+
+    # Checkpoints by hand. Here and not only in `Loop`, because this is where people look for them.
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **state: Any
+    ) -> None:
+        """Writes the folder `path`, as `Loop.save` does; `state`, such as step and epoch, is anything JSON can hold."""
+        from shoal.strategies.saving import save  # which needs this class
+
+        save(self, Path(path), model, self._joined(optimizer, model), state)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any layout, and returns the `state` that it was saved with.
+
+        Without an optimizer the weights alone are loaded, as for inference; the model may then be a plain one that the
+        strategy has not prepared. Without a model nothing is loaded, and what is returned also has all tensors, on the
+        CPU: `model` by name, and `optimizer` by parameter and slot.
+        """
+        from shoal.strategies.saving import find_placed, load, load_plain, read
+
+        if model is None:
+            return read(Path(path))
+        if optimizer is None and find_placed(self, model) is None:
+            return load_plain(Path(path), model)
+        return load(self, Path(path), model, self._joined(optimizer, model) if optimizer else [], optimizer is None)
+
+    def _joined(self, optimizer: Optimizer, model: nn.Module) -> list[Optimizer]:
+        """Returns the optimizer, after one that was built by hand has joined those that this strategy steps."""
+        from shoal.strategies.saving import placed_model
+
+        if optimizer not in self._updates:
+            self._updates[optimizer] = self._update_for(optimizer, placed_model(self, model))
+        return [optimizer]
 
     def held(self) -> Mapping[str, Held]:
         """Returns every tensor of the model with the part that this rank holds, as `state` would give it.
@@ -383,8 +449,10 @@ class DistributedStrategy(ABC):
 
     def _sum(self, values: Sequence[Tensor | int], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Adds up the values of the micro-batches that are not fillers."""
-        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         like = values[0]
+        if len(values) == 1 and micro_batches[0].weight and isinstance(like, Tensor):
+            return like  # the usual case, without the calls below
+        counted = [value for value, micro in zip(values, micro_batches, strict=True) if micro.weight]
         first, *others = counted or [torch.zeros_like(like) if isinstance(like, Tensor) else 0]
         total = sum(others, start=first)
         return total if isinstance(total, Tensor) else torch.full((), total, device=self.device)
@@ -423,8 +491,8 @@ def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
     It is NaN for a negative count, so that the update is skipped and the skip is counted. All of it is computed on the
     device, so that the host does not wait for the count.
     """
-    scale = loss_scale.scale if loss_scale else 1.0
-    return torch.where(count > 0, scale / count, count.sqrt())  # the root is 0 for 0, and else NaN
+    scale = count.reciprocal() if loss_scale is None else count.reciprocal() * loss_scale.scale
+    return torch.where(count > 0, scale, count.sqrt())  # the root is 0 for 0, and else NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:

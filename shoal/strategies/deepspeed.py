@@ -19,6 +19,7 @@ from shoal.config.deepspeed_keys import idle_keys
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.sharding.units import check_shardable
+from shoal.parallel.tensor.layers import check_world_sizes
 from shoal.parallel.zero.limits import CheckedLoss, check_counts, check_dtypes, check_elementwise
 from shoal.parallel.zero.nvme import SwapFolder, load_operator
 from shoal.parallel.zero.partition import (
@@ -57,6 +58,7 @@ CPU = torch.device("cpu")
 class ZeroEngine(PlainEngine):
     """DeepSpeed's engine, with a check that every trained parameter gets a gradient."""
 
+    waits_in = "forward"
     has_gradients = False
     """True from a backward to the step that uses its gradients."""
 
@@ -134,6 +136,8 @@ class ZeroStrategy(DistributedStrategy):
         self._deepspeed = load_deepspeed(self.device)
         self._connection = Connection(self._deepspeed, self.device, self.world.local_size)
         self._folders: dict[str, SwapFolder] = {}
+        self._told: dict[str, Any] = {}
+        """The config that DeepSpeed was given with the model."""
         self._is_first_step = False
 
     def setup(self) -> None:
@@ -182,6 +186,7 @@ class ZeroStrategy(DistributedStrategy):
         # Structure.
         check_storable(model)
         check_shardable(model)
+        check_world_sizes(model, 1)
         check_replaceable(model, layout.strategy)
         attributes = ParameterAttributes(model)
         if self.data_size > 1:
@@ -207,13 +212,15 @@ class ZeroStrategy(DistributedStrategy):
         check_optimizer(optimizer, model)
         check_elementwise(optimizer)
         self._open_folders(model, optimizer)
-        config = self._engine_config(model)
+        self._told = config = self._engine_config(model)
         if self._stage == 3:
             partition_each(self._deepspeed, config, model, optimizer)
         module, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self._engine = engine = ZeroEngine(layout, self.device, self.mesh, reduction)
+        if self._stage < 3:  # stage 3 gathers weights all through the forward
+            engine.own_time.watch([model])
         engine.connect(module, model, self.rank, 1 / self.data_size if reduction == "mean" else 1.0)
         self._partition = Partition(module, {parameter: name for name, parameter in model.named_parameters()})
         surroundings = Surroundings(self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head)
@@ -223,6 +230,7 @@ class ZeroStrategy(DistributedStrategy):
         self._updates = {optimizer: ZeroUpdate(optimizer, self._loss_scale, engine, self._partition, averaged_over)}
         self._module_state, self._is_first_step = self._find_module_state(model), True
         self._held = self._find_held(model)
+        engaged.own_time = engine.own_time
         engaged.description = self._describe()
         engaged.parameter_bytes = self._partition.parameter_bytes(model)
         return [optimizer]
@@ -255,18 +263,35 @@ class ZeroStrategy(DistributedStrategy):
             held[names[0]] = Held(shape, tensor.dtype, region)
         return held
 
-    def _engine_config(self, model: nn.Module) -> dict[str, Any]:
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """What DeepSpeed is told, in its own words. Sizes that depend on the model are there once it has one."""
+        return self._told or self._engine_config(None)
+
+    @property
+    def model_engine(self) -> Any:
+        """DeepSpeed's engine. It is made when a model is prepared or wrapped."""
+        if self._engine is None:
+            raise UserError("model_engine: there is none yet; call loop.wrap(model, build_optimizer) first")
+        return self.engine
+
+    def _engine_config(self, model: nn.Module | None) -> dict[str, Any]:
         """Returns what DeepSpeed is told. Its batch size, accumulation, clipping and types are not used."""
         zero = self._zero.model_dump(
             exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}
         )
         zero = {key: value for key, value in zero.items() if key not in idle_keys(self._stage)}
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        zero["reduce_bucket_size"] = self._zero.reduce_bucket_size or max(25 * 2**20 // 4, trained // 20)
+        if model is None:
+            zero = {key: value for key, value in zero.items() if value is not None}
+        elif self._zero.reduce_bucket_size is None:
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            zero["reduce_bucket_size"] = max(25 * 2**20 // 4, trained // 20)
         if self.device.type == "cpu":
             zero["overlap_comm"] = False  # there is nothing to overlap with
         zero["offload_optimizer"] = self._offload("offload_optimizer")
-        zero["offload_param"] = self._offload("offload_parameters") | _swap_buffers(model, self.world.size)
+        zero["offload_param"] = self._offload("offload_parameters")
+        if model is not None:
+            zero["offload_param"] |= _swap_buffers(model, self.world.size)
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -343,7 +368,7 @@ class ZeroStrategy(DistributedStrategy):
         return TrainState(tensors, moments, self._own_state())
 
     @torch.no_grad()
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer | None, state: TrainState) -> None:
         partition = self._partition
         partitioned = {name for members in partition.members.values() for name in members if self._stage == 3}
         for name, tensor in named_tensors(model).items():

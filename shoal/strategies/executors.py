@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.seeding import mix, seed_generators
-from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.engines.plain import NOTHING, PlainEngine
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
 from shoal.tensors import module_state_kept
@@ -86,8 +86,10 @@ class InTurn:
         try:
             if not engine.is_warm:
                 self.warm_up(batches[0], recipe, measures, step)
+            if engine.waits_in != "forward":
+                engine.own_time.start()
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
-                alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else nullcontext()
+                alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else NOTHING
                 with engine.accumulate(index == last), alone:
                     with self.surroundings.enter(recipe, batch, scale, step, index):
                         loss = measures.loss(engine.module(**model_inputs(recipe, batch)), batch, index)
@@ -96,6 +98,8 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
+            if engine.waits_in == "exchange":
+                engine.own_time.stop()
             engine.exchange(step)
         except RuntimeError as error:
             if (explained := engine.explain(error)) is None:

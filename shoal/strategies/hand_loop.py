@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -29,28 +28,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.checkpoint import DamagedCheckpoint, open_checkpoint, write_checkpoint
-from shoal.checkpoint.latest import check_same_model
-from shoal.checkpoint.manifest import MANIFEST, tied_and_buffers
-from shoal.checkpoint.peers import ALL, ALONE
 from shoal.errors import UserError
 from shoal.seeding import mix, seed_generators
 from shoal.strategies.contract import Builder, DistributedStrategy, to_device
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import check_storable, share_model
 from shoal.strategies.replaced_parameters import remember_replaced
+from shoal.strategies.saving import load, save
 from shoal.strategies.state import (
-    check_jsonable,
-    check_same_optimizers,
-    collect_state,
-    optimizer_settings,
-    restore_settings,
     sharded_parameter,
 )
 from shoal.strategies.update import Update
 from shoal.torch_private import call_without_hooks, uncompiled
 from shoal.transform.precision import autocast
-from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, TrainState, Weights
+from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, Weights
 from shoal.weights.parameter_extras import check_trainable
 
 BUILT = Weights("built")
@@ -192,28 +183,8 @@ class Loop:
         Where every rank has the whole model, rank 0 writes alone, so that only rank 0 needs to call it. Elsewhere all
         ranks call it, and each writes its part.
         """
-        path, strategy = Path(path), self.strategy
-        check_jsonable("state", state)
-        replicated = strategy.layout.engine in ("plain", "ddp") and not strategy.layout.is_sharded_family
-        if replicated and not strategy.is_main_process:
-            return
-        occupied = path.exists() and not (path / MANIFEST).exists() and (path.is_file() or any(path.iterdir()))
-        if occupied if replicated else strategy.any_rank(occupied):  # a save replaces only a checkpoint
-            raise UserError(f"save: {path} exists and is not a checkpoint; choose another folder")
-        settings: Any = [optimizer_settings(optimizer) for optimizer in self._optimizers]
-        about = {
-            "layout": strategy.layout.as_dict(),
-            **tied_and_buffers(self.model),
-            "optimizer": settings[0] if len(settings) == 1 else settings,
-        }
         self._check_has_optimizer("save")
-        # Rank 0 alone takes part in no collectives; every step starts with its buffers.
-        strategy._module_state.check()
-        collect = partial(collect_state, own=strategy._own_state()) if replicated else strategy.state
-        states = [collect(self.model, optimizer) for optimizer in self._optimizers]
-        moments = {name: slots for one in states for name, slots in one.optimizer.items()}
-        collected = TrainState(states[0].model, moments, states[0].strategy)
-        write_checkpoint(path, collected, state, about, ALONE if replicated else ALL)
+        save(self.strategy, Path(path), self.model, self._optimizers, state)
 
     def load(self, path: str | Path, weights_only: bool = False) -> dict[str, Any]:
         """Puts back weights, optimizer state and learning rates, saved in any layout; returns the `state` of that save.
@@ -221,31 +192,8 @@ class Loop:
         All ranks call it. Raises UserError if it is of another model or optimizer, DamagedCheckpoint if any rank cannot
         read it; nothing is changed then.
         """
-        path, strategy = Path(path), self.strategy
         self._check_has_optimizer("load")
-        problem: Exception | None = None
-        if not strategy.any_rank(path.is_dir()):
-            raise UserError(f"load: there is no folder {path}")
-        held = strategy.held()
-        try:
-            checkpoint = open_checkpoint(path)
-            unknown = [None] * len(self._optimizers)  # a run of `shoal train` has its config instead
-            settings = unknown if weights_only else checkpoint.manifest.get("optimizer") or unknown
-            by_optimizer = settings if isinstance(settings, list) else [settings]
-            shapes = {name: [*one.shape] for name, one in held.items()}
-            check_same_model(checkpoint, shapes, "build the model it was saved from")
-            check_same_optimizers(self._optimizers, by_optimizer, path)
-            loaded = checkpoint.checked_state(held, with_base=True)
-        except (DamagedCheckpoint, UserError) as error:
-            problem = error
-        if strategy.any_rank(problem is not None):  # all ranks load it or none does
-            raise problem or DamagedCheckpoint(f"{path}: another rank cannot read it")
-        if weights_only:
-            loaded = TrainState(loaded.model, {}, {})
-        for optimizer, stored in zip(self._optimizers, by_optimizer, strict=True):
-            strategy.load_state(self.model, optimizer, loaded)
-            restore_settings(optimizer, stored)
-        return checkpoint.trainer
+        return load(self.strategy, Path(path), self.model, self._optimizers, weights_only)
 
     # For runs whose steps are written by hand
 

@@ -34,7 +34,7 @@ class ModuleState:
     def __init__(self, model: nn.Module, groups: Groups):
         expand_memory(model)
         self._modules, self._groups = [*model.named_modules()], groups
-        self._kinds = {name: _kind(buffer) for name, buffer in self._buffers()}
+        self._kinds = {name: _kind(buffer) for name, buffer in self._buffers().items()}
         self._stateful = dict(modules_with_extra_state(model))
         for name, module in self._stateful.items():
             if type(module).set_extra_state is nn.Module.set_extra_state:
@@ -92,7 +92,9 @@ class ModuleState:
         A run that resumes builds the model anew: it would lack a buffer that a forward had registered, or have it in
         another shape. Ranks with different sequences would also have it in different shapes.
         """
-        found = dict(self._buffers())
+        found = self._buffers()
+        if not found and not self._kinds:
+            return []
         if {name: _kind(buffer) for name, buffer in found.items()} != self._kinds:
             self._refuse(found)
         return [*{id(buffer): buffer for buffer in found.values()}.values()]
@@ -107,12 +109,15 @@ class ModuleState:
                     "dtype that it keeps, or with persistent=False if the forward can compute it again"
                 )
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _buffers(self) -> dict[str, Tensor]:
+        """Returns the persistent buffers by name. It is called in every step, so it is no generator."""
+        found = {}
         for prefix, module in self._modules:
             if module._buffers:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and key not in module._non_persistent_buffers_set:
-                        yield f"{prefix}.{key}" if prefix else key, buffer
+                        found[f"{prefix}.{key}" if prefix else key] = buffer
+        return found
 
 
 def check_storable(model: nn.Module) -> None:

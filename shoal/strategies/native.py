@@ -23,7 +23,8 @@ from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.context.ulysses import HeadExchange, apply_context_parallel
 from shoal.parallel.pipeline.pipeline import Pipeline
 from shoal.parallel.pipeline.stages import count_stages, cut, stages_of, take_stages
-from shoal.parallel.sharding.units import check_shardable, check_units, choose_units
+from shoal.parallel.sharding.units import WrapPolicy, check_shardable, check_units, choose_units
+from shoal.parallel.tensor.layers import check_world_sizes
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
 from shoal.quantised.layers import check_gathered
 from shoal.strategies.contract import Builder, DistributedStrategy, Engaged
@@ -35,6 +36,7 @@ from shoal.strategies.engines.local import LocalEngine
 from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.module_state import check_storable
+from shoal.strategies.own_time import innermost
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
@@ -59,6 +61,8 @@ class NativeStrategy(DistributedStrategy):
     _engine: PlainEngine
     _exchange: HeadExchange | None = None
     _pipeline: Pipeline | None = None
+    _wrap_policy: WrapPolicy | None = None
+    """A policy of torch's first FSDP that chooses the units, in the place of `distributed.fsdp.auto_wrap_policy`."""
     _weights_mesh: DeviceMesh | None = None
     """The mesh that parameters are laid out on. Context-parallel ranks add up gradients as data-parallel ones do, so
     their side is folded into dp_shard."""
@@ -96,6 +100,7 @@ class NativeStrategy(DistributedStrategy):
         roots, entry = [model], plan.entry
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
         check_storable(model)
+        check_world_sizes(model, sides["tp"])
         attributes = ParameterAttributes(model)
         if self.data_size > 1:
             check_alike_on_ranks(model)
@@ -105,7 +110,7 @@ class NativeStrategy(DistributedStrategy):
             idle = layout.ddp.model_dump(exclude_defaults=True, exclude={"broadcast_buffers"}) if why else {}
             engaged.not_in_force |= {f"distributed.ddp.{key}": why for key in idle}
         fsdp = layout.fsdp
-        wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes
+        wrapped = fsdp.auto_wrap_policy, fsdp.min_num_params, fsdp.wrap_classes, self._wrap_policy
         if layout.is_sharded_family:
             check_shardable(model)
         if kind is FSDPEngine or sides["tp"] > 1:
@@ -128,8 +133,11 @@ class NativeStrategy(DistributedStrategy):
         self._engine = engine = kind(layout, self.device, self._weights_mesh, reduction)
         if kind is FSDPEngine and reduction == "sum" and len(builders) > 1:
             engine.is_warm = False
+        units = choose_units(model, plan, *wrapped) if layout.is_sharded_family else []
         if layout.is_sharded_family:
-            engine.shard(model, roots, choose_units(model, plan, *wrapped))
+            engine.shard(model, roots, units)
+        if engine.waits_in == "forward" or sides["pp"] > 1:
+            engine.own_time.watch(innermost([*roots, *map(model.get_submodule, units)]))
         # Memory, from here on.
         with memory or nullcontext():
             offload = engine.parameter_device if engine.parameter_device != self.device else None
@@ -153,6 +161,7 @@ class NativeStrategy(DistributedStrategy):
             self._updates = {optimizer: self._update_for(optimizer, model) for optimizer in optimizers}
         self._module_state = self._find_module_state(model)
         self._held = self._find_held(model)
+        engaged.own_time = engine.own_time
         engaged.description = self._describe(tensor)
         engaged.parameter_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
         return optimizers
@@ -244,7 +253,7 @@ class NativeStrategy(DistributedStrategy):
         dist.all_gather_object(by_stage, self._module_state.extra_state(), group=pipeline.group)
         return own | {name: tensor for stage in by_stage for name, tensor in stage.items()}
 
-    def load_state(self, model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer | None, state: TrainState) -> None:
         self._engine.reshard()
         local_sgd, restarted = self._engine.local_sgd, ""
         if local_sgd is not None:

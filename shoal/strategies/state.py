@@ -43,15 +43,22 @@ def collect_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
 
 
 @torch.no_grad()
-def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor], state: TrainState) -> None:
+def restore_state(model: nn.Module, optimizer: Optimizer | None, own: dict[str, Tensor], state: TrainState) -> None:
     """Loads a state one tensor at a time. Its values are whole tensors or on disk; each rank takes its part of them.
 
     The names must be those of the model. Weights that are not in the state, such as a frozen base that the model has
-    already, stay as they are.
+    already, stay as they are. Without an optimizer the weights alone are loaded.
     """
     for name, tensor in named_tensors(model).items():
         if name in state.model:
             local_part(tensor).copy_(part_in_layout(state.model[name], tensor))
+    if optimizer is not None:
+        _restore_slots(model, optimizer, state)
+    restore_scale(own, state)
+
+
+def _restore_slots(model: nn.Module, optimizer: Optimizer, state: TrainState) -> None:
+    """Loads the optimizer's tensors, each to where the optimizer keeps it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -73,7 +80,6 @@ def restore_state(model: nn.Module, optimizer: Optimizer, own: dict[str, Tensor]
                 sharded = alike and isinstance(parameter, DTensor)
                 slot, restored = slot_of(name, as_shard(kept, parameter) if sharded else kept)
                 optimizer.state[parameter][slot] = restored
-    restore_scale(own, state)
 
 
 def _name_of_part(slot: str, whole: DTensor) -> str:

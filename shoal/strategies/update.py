@@ -24,9 +24,13 @@ from shoal.parallel.sharding.shards import (
 )
 from shoal.processes.group import cpu_group
 from shoal.strategies.state import note_initial_state
-from shoal.torch_private import skips_on_device
+from shoal.torch_private import foreach_norm, skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
+
+CLIPPING_EPSILON = 1e-6
+"""What torch's `clip_grad_norm_` and DeepSpeed add to the norm before they divide by it. All layouts must do the same:
+without it here, ZeRO would clip a gradient with a norm of 0.008 to a length that is 1.3e-4 shorter."""
 
 
 class Update:
@@ -45,6 +49,7 @@ class Update:
         """`average_over` are the groups over which gradients are averaged here, if no engine does so earlier."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._average_over, self._stepping = average_over, False
+        self._is_on_one_device = len({parameter.device for parameter in self._parameters()}) == 1
         note_initial_state(optimizer)
         if self.steps_otherwise or loss_scale or average_over:
             optimizer.register_step_pre_hook(self._before_step)
@@ -61,7 +66,7 @@ class Update:
         if loss_scale:
             norm = norm / loss_scale.scale
         skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
-        divisor = (norm / max_norm).clamp_(min=1) if max_norm else None
+        divisor = ((norm + CLIPPING_EPSILON) / max_norm).clamp_(min=1) if max_norm else None
         if loss_scale:
             divisor = loss_scale.scale * (1 if divisor is None else divisor)
         if max_value:
@@ -104,13 +109,21 @@ class Update:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the whole gradient, equal on all ranks."""
-        return get_total_norm(gradients)
+        if not gradients or not self._is_on_one_device:
+            return get_total_norm(gradients)
+        # What get_total_norm computes, to the bit, with one Python call instead of thirty.
+        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients))).detach()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        if self._keeps_gradients or getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+            return
+        for group in self.optimizer.param_groups:  # what torch does, without twenty Python calls for its profiler
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def has_gradients(self) -> bool:
         """Returns whether a backward has left gradients that no step has used. It is the same on all ranks."""

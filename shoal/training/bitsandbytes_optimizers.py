@@ -17,6 +17,8 @@ CLASSES = {
     "lion_8bit": "Lion8bit",
 }
 """The classes of bitsandbytes.optim by the names that `training.optimizer` has for them."""
+MIN_PAGED_SIZE = 100_000
+"""bitsandbytes pages the state of parameters of at least this size."""
 MIN_8BIT_SIZE = 4096
 """Smaller parameters keep their state in 32 bits; bitsandbytes' default."""
 
@@ -47,3 +49,12 @@ def optimizer_class(name: str) -> type[Optimizer]:
         "slots_of_large": frozenset({"absmax1", "absmax2", "qmap1", "qmap2"}),
     }
     return type(CLASSES[name], (base,), attributes)
+
+
+def has_unpaged(optimizer: Optimizer) -> bool:
+    """Returns whether a paged optimizer has state in memory that is not paged, of a parameter that is large enough."""
+    states = ((parameter, state.get("state1")) for parameter, state in optimizer.state.items())
+    return any(
+        parameter.numel() >= MIN_PAGED_SIZE and kept is not None and not getattr(kept, "is_paged", False)
+        for parameter, kept in states
+    )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import find_latest_checkpoint, step_folders
-from shoal.checkpoint.export import built_in_recipe, make_recipe
 from shoal.checkpoint.inspect import open_step_folder
+from shoal.checkpoint.trained_model import built_in_recipe, make_recipe
 from shoal.errors import UserError
 from shoal.training.load import load
 

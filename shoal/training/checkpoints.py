@@ -128,7 +128,7 @@ class Checkpoints:
         state.callbacks.update(hooks.tensors)  # type: ignore[arg-type]  # none of them is on disk
         self._check_finite(state, progress["step"])
         with self._warns_if_unsaved():
-            self.manager.save(state, trainer, about | base)
+            self.manager.save_state(state, trainer, about | base)
         self.saved_at = time.monotonic()
 
     def _check_finite(self, state: TrainState, step: int) -> None:

@@ -35,7 +35,7 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """Returns the mean loss and the metrics over all ranks, by name. All ranks call it together."""
         self._settle()
-        (sums,), paths = sum_over_ranks(self._strategy, [self._sums], self._object_paths)
+        (sums,), paths, _ = sum_over_ranks(self._strategy, [self._sums], self._object_paths)
         return {"loss": (self._total / self._count).item(), **means(sums), **self._objects.compute(paths)}
 
     def _settle(self) -> None:

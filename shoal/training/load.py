@@ -10,11 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.checkpoint import Checkpoint, CheckpointManager, DamagedCheckpoint, step_folders
-from shoal.checkpoint.export import Source, build_model, built_in_recipe, make_recipe, recipe_sections
+from shoal.checkpoint import Checkpoint, DamagedCheckpoint, step_folders
 from shoal.checkpoint.frozen_base import FrozenBaseError
-from shoal.checkpoint.inspect import as_dict, open_step_folder
+from shoal.checkpoint.inspect import open_step_folder
+from shoal.checkpoint.latest import named_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.rotation import best_first_folders
+from shoal.checkpoint.trained_model import Source, build_model, built_in_recipe, make_recipe, recipe_sections
 from shoal.errors import UserError
 from shoal.strategies.module_state import ModuleState
 
@@ -29,13 +31,14 @@ def load(
 ) -> nn.Module:
     """Returns the model of a checkpoint folder or a run folder, in evaluation mode, whatever layout trained it.
 
-    Of a run folder it is the latest good checkpoint, or the best one. Recipes that shoal ships are found by their
-    names; any other has to be passed: its class, which is built with the checkpoint's config, or an object. `average`
-    names a callback, such as `ema`, whose average is loaded in place of the weights, or is `evaluated`: the average
-    that the last evaluation used, if it used one. That is the default with `which="best"`; `none` loads the weights.
+    Of a run folder it is the latest good checkpoint, or the best one; `RUN/last` and `RUN/best` name them, too.
+    Recipes that shoal ships are found by their names; any other has to be passed: its class, which is built with the
+    checkpoint's config, or an object. `average` names a callback, such as `ema`, whose average is loaded in place of
+    the weights, or is `evaluated`: the average that the last evaluation used, if it used one. That is the default with
+    `which="best"`; `none` loads the weights.
     """
     average = average or ("evaluated" if which == "best" else "none")
-    path = Path(checkpoint)
+    path = named_checkpoint(Path(checkpoint))
     if which not in ("latest", "best"):
         raise UserError(f"shoal.load: which = {which!r}: use latest or best")
     if (path / MANIFEST).exists() or not step_folders(path):
@@ -44,7 +47,7 @@ def load(
         except DamagedCheckpoint as damage:
             raise UserError(f"{path} is a damaged checkpoint: {damage}; choose another") from None
     damages: list[str] = []
-    for folder in _best_first(path) if which == "best" else step_folders(path)[::-1]:
+    for folder in best_first_folders(path) if which == "best" else step_folders(path)[::-1]:
         try:
             return _load(open_step_folder(folder), recipe, device, average)
         except DamagedCheckpoint as damage:
@@ -52,20 +55,6 @@ def load(
             warnings.warn(f"{folder.name} is damaged and passed over: {damage}", stacklevel=2)
     problem = f"all checkpoints are damaged ({damages[0]})" if damages else "no checkpoint was evaluated"
     raise UserError(f"{path}: {problem}; choose another folder" + ("" if damages else ", or which='latest'"))
-
-
-def _best_first(run_folder: Path) -> list[Path]:
-    """Returns the evaluated checkpoints of a run, ordered by the metric that the run itself compares."""
-    manager = CheckpointManager(run_folder)
-    for folder in step_folders(run_folder)[::-1]:
-        try:
-            saving = as_dict(as_dict(open_step_folder(folder).manifest.get("config")).get("checkpoint"))
-        except DamagedCheckpoint:
-            continue
-        mode: Literal["min", "max"] = "max" if saving.get("mode") == "max" else "min"
-        manager = CheckpointManager(run_folder, metric=str(saving.get("metric", manager.metric)), mode=mode)
-        break
-    return [manager.path_of(step) for step, _ in manager.best()]
 
 
 def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, average: str) -> nn.Module:

@@ -28,6 +28,7 @@ from shoal.training.loaders import Loaders
 from shoal.training.observers import FOR_FILES_ALONE, VARYING_METRICS, Observers
 from shoal.training.session import Session
 from shoal.training.signals import StopFlag
+from shoal.training.stragglers import MEASURED_STEPS
 from shoal.types import MicroBatch, StepInfo, StepOutput
 
 _REQUEST = 1 << 40
@@ -160,12 +161,14 @@ class Shell:
             )
         )
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
+        measure_next = self.observers.meter.measure_next
         hooks, handle, before_step = self.hooks, self.hooks.run, bool(self.hooks.calls["before_step"])
         watchdog.at("waiting for data", self.step + 1)
         with _collector_paused():
             for micro_batches in islice(loader, self._steps_left()):
                 watchdog.at("forward, backward and update", self.step + 1)
                 self.observers.profiler.step(self.step + 1)
+                measure_next(self.step % log_every >= log_every - MEASURED_STEPS)
                 if before_step:
                     hooks.call("before_step")
                 yield micro_batches
@@ -298,6 +301,8 @@ class Shell:
         if self.hooks.run.logged:
             metrics |= self.hooks.take_logged(metrics, keep=not in_files)
         self._publish(metrics, in_files)
+        if (straggler := self.observers.meter.straggler) is not None:
+            self.warn(straggler)
         if in_files and self.hooks.calls["after_log"]:
             self._call_after_log(metrics)
         if self.hooks.run.histograms:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from math import inf
 
 import torch
 from torch import nn
 
+from shoal.config.mesh import coordinates
 from shoal.config.schema import TrainingConfig
 from shoal.data import Loader
 from shoal.errors import UserError
@@ -16,6 +18,7 @@ from shoal.strategies.contract import prepare_batch
 from shoal.tensors import map_tensors
 from shoal.training.metric_sums import SinceLog, add_up, means, sum_over_ranks, to_host
 from shoal.training.session import Session
+from shoal.training.stragglers import OwnTimes, Stragglers, find_slowest
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
 
 
@@ -29,6 +32,7 @@ class Meter:
         loader: Loader,
         skipped_steps: int = 0,
         since_log: SinceLog | None = None,
+        straggler_factor: float | None = None,
     ):
         """`skipped_steps` and `since_log` are those of the checkpoint that the run goes on from."""
         strategy = self._strategy = session.strategy
@@ -43,6 +47,11 @@ class Meter:
         known = self._since_log.object_paths.items()  # the recipe may have changed since
         self._since_log.object_paths = {name: path for name, path in known if path in self._objects.by_path}
         self.skipped_in_a_row = 0
+        self.straggler: str | None = None
+        """What the last line has to say about a rank that is slower than its peers."""
+        self._stragglers = Stragglers(straggler_factor)
+        self._is_first_line = True
+        self._own_time = strategy.engaged.own_time if strategy.world_size > 1 and straggler_factor else None
         self.flops_per_sample: float | None = None
         self.restart_clock(loader)
 
@@ -57,7 +66,7 @@ class Meter:
         Without `restart` the next line begins where this one began. All ranks call it together.
         """
         _, info = self._steps[-1]
-        self._settle()
+        times = self._settle(loader)
         seconds, since_log = max(time.perf_counter() - self._since, 1e-9), self._since_log
         measured = {**means(since_log.metrics), **self._objects.compute(since_log.object_paths)}
         metrics = {
@@ -71,6 +80,11 @@ class Meter:
         if self.flops_per_sample and self._peak_flops:
             samples_per_second = (loader.position - self._position) / seconds
             metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
+        if slowest := find_slowest(times):
+            metrics |= {"train/slowest_rank": slowest.rank, "train/slowest_ratio": slowest.ratio}
+        # The first step compiles and fills caches, which takes ranks different times.
+        self.straggler = self._stragglers.add(times, seconds) if times and not self._is_first_line else None
+        self._is_first_line = False
         if restart:
             self._objects.reset(since_log.object_paths)
             self._since_log = SinceLog()
@@ -91,15 +105,23 @@ class Meter:
         self._settle()
         self._counted = 0.0
         self._position, self._waited = loader.position, loader.waited_seconds
+        if self._own_time is not None:
+            self._own_time.clear()
         self._since = time.perf_counter()
 
-    def _settle(self) -> None:
+    def measure_next(self, is_measured: bool) -> None:
+        """Says whether the next step is one of those in which ranks are compared."""
+        if self._own_time is not None:
+            self._own_time.is_on = is_measured
+
+    def _settle(self, loader: Loader | None = None) -> list[OwnTimes]:
         """Waits for the steps since the last call, and adds them up, one after another and in float64.
 
-        So a line of the log does not depend on where checkpoints and evaluations settled in between.
+        So a line of the log does not depend on where checkpoints and evaluations settled in between. With `loader` the
+        times of all ranks since the clock was restarted are returned, too, if they were measured.
         """
         if not self._steps:
-            return
+            return []
         since_log = self._since_log
         totals = torch.stack([output.total for output, _ in self._steps]).tolist()
         counts = torch.stack([output.count for output, _ in self._steps]).tolist()
@@ -109,13 +131,25 @@ class Meter:
         if self._counted == inf:
             raise UserError("the recipe's count of a batch is infinite; it must be a finite number, at least 0")
         measured = [output.metrics for output, _ in self._steps]
-        sums, paths = sum_over_ranks(self._strategy, to_host(measured), self._objects.paths_of(measured))
+        own_times = self._own_times(loader) if loader is not None else None
+        sums, paths, times_by_rank = sum_over_ranks(
+            self._strategy, to_host(measured), self._objects.paths_of(measured), own_times
+        )
         since_log.metrics = add_up(sums, since_log.metrics)
         since_log.object_paths |= paths
         for skipped in torch.stack([info.skipped for _, info in self._steps]).tolist():
             self._skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self._steps.clear()
+        return [] if None in times_by_rank else times_by_rank
+
+    def _own_times(self, loader: Loader) -> OwnTimes | None:
+        """Returns the times of this rank since the clock was restarted, if any step since then was measured."""
+        if self._own_time is None or not (computing := self._own_time.take_seconds()):
+            return None
+        stage = coordinates(self._strategy.rank, self._strategy.layout.mesh)["pp"]
+        data = loader.waited_seconds - self._waited
+        return OwnTimes(socket.gethostname(), stage, data, len(self._steps), tuple(computing))
 
 
 def flops_per_sample(

@@ -21,10 +21,14 @@ Sums = dict[str, tuple[float, float]]
 
 def gather_from_ranks(strategy: DistributedStrategy, value: Any) -> list[Any]:
     """Returns the values of the ranks that report metrics, in the order of ranks. All ranks call it together."""
+    return [value for reports, value in _gather(strategy, (strategy.reports_metrics, value)) if reports]
+
+
+def _gather(strategy: DistributedStrategy, value: Any) -> list[Any]:
+    """Returns the values of all ranks, in their order."""
     if strategy.world_size == 1:
         return [value]
-    by_rank = Peers(cpu_group() if dist.is_initialized() else None).all_gather((strategy.reports_metrics, value))
-    return [value for reports, value in by_rank if reports]
+    return Peers(cpu_group() if dist.is_initialized() else None).all_gather(value)
 
 
 def to_host(steps: Sequence[Mapping[str, Any]]) -> list[Sums]:
@@ -54,16 +58,17 @@ def add_up(steps: Iterable[Sums], start: Sums | None = None) -> Sums:
 
 
 def sum_over_ranks(
-    strategy: DistributedStrategy, steps: Sequence[Sums], object_paths: Mapping[str, str]
-) -> tuple[list[Sums], dict[str, str]]:
-    """Returns the sums of each step over all ranks, and the paths of torchmetrics objects by name.
+    strategy: DistributedStrategy, steps: Sequence[Sums], object_paths: Mapping[str, str], note: Any = None
+) -> tuple[list[Sums], dict[str, str], list[Any]]:
+    """Returns the sums of each step over all ranks, the paths of torchmetrics objects by name, and each rank's note.
 
-    Both are equal on all ranks. A rank that had only fillers has no names of its own. Ranks are added in their order:
+    All are equal on all ranks. A rank that had only fillers has no names of its own. Ranks are added in their order:
     in an all-reduce the order, and so the rounding, would depend on how many steps are sent at once.
     """
     names = [*dict.fromkeys(name for step in steps for name in step)]
     table = torch.tensor([[step.get(name, (0.0, 0.0)) for name in names] for step in steps], dtype=torch.float64)
-    gathered = gather_from_ranks(strategy, (names, table, dict(object_paths)))
+    by_rank = _gather(strategy, (strategy.reports_metrics, (names, table, dict(object_paths)), note))
+    gathered = [value for reports, value, _ in by_rank if reports]
     all_names = [*dict.fromkeys(name for theirs, _, _ in gathered for name in theirs)]
     column = {name: index for index, name in enumerate(all_names)}
     totals = torch.zeros(len(steps), len(all_names), 2, dtype=torch.float64)
@@ -71,7 +76,8 @@ def sum_over_ranks(
         if theirs:
             totals[:, [column[name] for name in theirs]] += numbers
     sums: list[Sums] = [dict(zip(all_names, map(tuple, row), strict=True)) for row in totals.tolist()]
-    return sums, {name: path for _, _, paths in gathered for name, path in paths.items()}
+    notes = [note for _, _, note in by_rank]
+    return sums, {name: path for _, _, paths in gathered for name, path in paths.items()}, notes
 
 
 def means(sums: Sums) -> dict[str, float]:

@@ -26,9 +26,11 @@ FOR_FILES_ALONE = {
     "train/wire_bytes_uncompressed",
     "train/compression_seconds",
     "train/exchange_seconds",
+    "train/slowest_rank",
+    "train/slowest_ratio",
 }
 """Metrics that would only make the console's line longer."""
-VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu")
+VARYING_METRICS = ("_per_second", "seconds", "memory_gib", "mfu", "slowest_rank", "slowest_ratio")
 """Endings of metrics that differ between any two runs."""
 
 
@@ -101,7 +103,14 @@ def open_observers(
     """Opens them at the step where the run goes on. `evaluates_again`: the last evaluation was cut short."""
     config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
     logging, step = config.logging, progress.step
-    meter = Meter(session, config.training, loaders.train, progress.skipped_steps, progress.since_log)
+    meter = Meter(
+        session,
+        config.training,
+        loaders.train,
+        progress.skipped_steps,
+        progress.since_log,
+        logging.straggler_factor,
+    )
     speaks, loggers = strategy.is_main_process, Loggers()
     if speaks:
         loggers = open_loggers(logging, folder, config.experiment.name, run.tree(), step, evaluates_again)

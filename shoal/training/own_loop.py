@@ -287,7 +287,7 @@ class OwnBody(RecipeBody):
             if shell.agree_to_stop():
                 return None
             shell.watchdog.at("evaluation", shell.step)
-        (sums,), _ = sum_over_ranks(self.strategy, [add_up(to_host(scores), mine)], {})
+        (sums,), _, _ = sum_over_ranks(self.strategy, [add_up(to_host(scores), mine)], {})
         return means(sums)
 
     @torch.no_grad()

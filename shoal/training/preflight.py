@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,8 +79,13 @@ def check_world(run: Run, world: World) -> None:
 
 @contextmanager
 def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock]:
-    """Makes the folder, holds it against other runs, and writes the config of a run that has no checkpoints yet."""
+    """Makes the folder, holds it against other runs, and writes the config of a run that has no checkpoints yet.
+
+    A run that is refused before it has written anything else leaves no config, nor the folder if it has made it.
+    """
     folder = Path(run.config.output_dir)
+    is_new, had_config = not folder.exists(), (folder / "config.yaml").exists()
+    refused = False
     run_lock = RunLock(folder, strategy.world.job, strategy.world.attempt)
     try:
         try:
@@ -92,8 +97,22 @@ def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock
         except OSError as error:
             raise UserError(f"experiment.output_dir = {str(folder)!r} cannot be written: {error.strerror}") from None
         yield run_lock
+    except UserError:
+        refused = True
+        raise
     finally:
         run_lock.release()
+        if refused and strategy.is_main_process and not had_config:
+            _take_back(folder, is_new)
+
+
+def _take_back(folder: Path, is_new: bool) -> None:
+    """Removes the config from a run folder that has nothing else but logs, and the folder if it is then empty."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {"config.yaml", "logs"}:
+            (folder / "config.yaml").unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
 
 
 def update_config(run: Run, strategy: DistributedStrategy) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.export import recipe_sections
 from shoal.checkpoint.inspect import as_dict, open_step_folder
+from shoal.checkpoint.trained_model import recipe_sections
 from shoal.data.hub import hub
 from shoal.errors import UserError, one_line
 from shoal.lora.peft_folder import is_adapter_folder

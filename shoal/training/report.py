@@ -22,6 +22,7 @@ from shoal.parallel.batch_norm import mixing_modules
 from shoal.processes.world import World
 from shoal.quantised.layers import describe_layers
 from shoal.torch_private import CompileCounts, compile_counts, skips_on_device
+from shoal.training.bitsandbytes_optimizers import has_unpaged
 from shoal.training.loaders import EVAL_PREFIX
 from shoal.training.objectives import Turn
 from shoal.training.optimizers import is_by_recipe
@@ -88,6 +89,12 @@ class Report:
             raise UserError(
                 "training.activation_checkpointing.offload = true, but no recomputed block has a positional input that "
                 "could be moved; leave it out"
+            )
+        name, session = self.shell.session.optimizer_name, self.shell.session
+        if name.startswith("paged_") and self.shell.strategy.device.type == "cuda" and has_unpaged(session.optimizer):
+            raise UserError(
+                f"training.optimizer = {name}, but bitsandbytes keeps its state in plain memory of the GPU; use "
+                f"{name.removeprefix('paged_')}, or adamw"
             )
         head = self.engaged.chunked_head
         if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
@@ -159,7 +166,7 @@ class Report:
                 quantised,
                 tuple(key for key in sources if key.startswith(("model.load_in", "model.bnb"))),
             )
-        if adapters := describe_adapters(session.meta_model or session.model):
+        if adapters := describe_adapters(session.meta_model or session.model, trained, trained + frozen):
             yield "adapters", adapters, tuple(key for key in sources if key.startswith("lora."))
         if session.mode:
             yield "mode", session.mode, ()
@@ -245,6 +252,10 @@ class Report:
                 sorted({str(piece.path) for reference in references.values() for piece in reference.pieces})
             )
             yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+        if strategy.world_size > 1:
+            factor, every = config.logging.straggler_factor, config.logging.every
+            named = f"a rank that takes {factor or 0:g} times as long as its peers is named, every {every} steps"
+            yield "stragglers", named if factor else "not looked for", ("logging.straggler_factor",)
         if not StopFlag.is_possible():
             yield "signals", "not handled, because the run is not in the main thread; Ctrl-C does not save", ()
         yield "start", checkpoints.progress.started_from, ("checkpoint.resume",)

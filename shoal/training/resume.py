@@ -96,7 +96,7 @@ def restore(
                 raise UserError(f"{folder} was saved by a loop of its own; load it with Loop.load")
             _check_position(checkpoint)
             since_log = _since_log(checkpoint)
-            check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()})
+            check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()}, config=run.tree())
             check_same_run(checkpoint, run.tree(), allowed)
             change = optimizer_change(checkpoint, run, session)
             _check_allowed(change, checkpoint, run)

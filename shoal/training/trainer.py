@@ -9,8 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.callbacks.early_stopping import EarlyStopping
 from shoal.callbacks.run_handle import RunHandle
 from shoal.checkpoint.run_lock import RunLock
@@ -23,7 +21,6 @@ from shoal.processes.watchdog import Watchdog, group_timeout_seconds
 from shoal.processes.world import World
 from shoal.seeding import mix, seed_generators
 from shoal.strategies import DistributedStrategy, Loop, from_config
-from shoal.strategies.recipe_results import place_of
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.diagnose import first_bad_module
 from shoal.training.evaluation import Evaluation
@@ -38,6 +35,7 @@ from shoal.training.objectives import combine, evaluate_turns
 from shoal.training.observers import Warnings, open_observers
 from shoal.training.optimizers import set_learning_rate
 from shoal.training.preflight import check_start, check_world, open_run_folder, update_config
+from shoal.training.preview import make_preview
 from shoal.training.preview_budget import PreviewBudget
 from shoal.training.report import Report
 from shoal.training.resume import Progress
@@ -123,6 +121,8 @@ def open_shell(
 
     watchdog.at("opening the data", 0)
     data = open_data(recipe, config)
+    for text in recipe.data_warnings():
+        warn(text)
     opening("building the model")
     loop = Loop(strategy) if config.training.body else None
     session = assemble(recipe, strategy, config.training, config.experiment.seed, loop=loop)
@@ -322,7 +322,7 @@ class RecipeBody:
         self.preview = None
         if shell.step >= shell.total_steps or not self._preview_budget.is_spent(self.strategy.any_rank):
             with self._preview_budget.previewing():
-                self._preview(shell.step)
+                self.preview = make_preview(self.strategy, self.recipe, self.model, self._seed, shell.step)
         return metrics
 
     def _evaluate_set(self, batches: Iterable[Sequence[MicroBatch]], shell: Shell) -> dict[str, float] | None:
@@ -361,23 +361,3 @@ class RecipeBody:
     def _always_gives(self, metric: str, prefixes: Iterable[str]) -> bool:
         """Returns whether every evaluation has this metric, whatever the recipe is."""
         return metric in (f"{prefix}loss" for prefix in prefixes)
-
-    def _preview(self, step: int) -> None:
-        """Asks the recipe for something to look at.
-
-        Eagerly: generating goes through many shapes once each, and compiling for them costs more.
-        """
-        seed = mix(self._seed, "preview", step)
-        seed_generators(seed)
-        torch.manual_seed(seed)  # on every device
-        with (
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            self.strategy.whole_model(self.model) as model,
-        ):
-            self.preview = None if model is None else self.recipe.preview(model)
-        if not isinstance(self.preview, str | None):
-            raise UserError(
-                f"{place_of(self.recipe.preview)}: preview returned a {type(self.preview).__name__}; return a text or "
-                "None"
-            )

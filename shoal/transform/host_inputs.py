@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.errors import UserError
 from shoal.forward import add_layer
 
 
@@ -32,6 +33,11 @@ class HostInputs:
     """
 
     def __init__(self, device: torch.device):
+        if device.type not in ("cuda", "cpu"):
+            raise UserError(
+                f"training.activation_checkpointing.offload = true: it moves tensors between a CUDA device and the "
+                f"host, and this run is on {device.type}; leave it out"
+            )
         self._has_streams = device.type == "cuda"
         if self._has_streams:
             self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)

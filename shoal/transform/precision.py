@@ -50,9 +50,12 @@ def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
         raise UserError(f"training.tf32 = true needs a CUDA device, but the run is on {device.type}; set it to false")
 
 
+_NO_AUTOCAST = nullcontext()
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     if precision in ("fp32", "pure_bf16"):
-        return nullcontext()
+        return _NO_AUTOCAST
     return torch.autocast(device.type, HALF_TYPES[precision])
 
 

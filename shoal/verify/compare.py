@@ -43,7 +43,7 @@ class Bounds:
 
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-2, 1e-7),
+    "fp32": Bounds(1e-5, 1e-4, 1e-3, 1e-7),
     "bf16": Bounds(3e-2, 5e-2, 3e-1, 1e-3),
     "pure_bf16": Bounds(3e-2, 5e-2, 3e-1, 1e-3),
     "fp16": Bounds(3e-3, 1e-2, 1e-1, 1e-4),
@@ -51,8 +51,8 @@ BOUNDS = {
 }
 """By the precision of matrix products. Only the bounds of fp32 prove equality; in half precision rounding is large.
 
-AdamW's bound is wide, because it turns the rounding of small gradients into steps of full size, which the next
-gradients then see; what it computes from a gradient is checked by itself, with `UPDATE_BOUND`.
+AdamW's bound is the widest, because it divides a gradient by its size and so makes rounding errors of small gradients
+larger. A model with jumps in its gradient may exceed all bounds of fp32 (float64.py).
 """
 
 
@@ -273,9 +273,7 @@ def _updates_of(optimizer: str, reference: Trace, ranks: list[Trace]) -> list[Ch
     if missing := one.moments.keys() ^ first.moments.keys():
         state = Check(f"optimizer state{suffix}", False, f"{sorted(missing)[0]} is kept in only one of the two")
     else:
-        # DeepSpeed adds 1e-6 to the norm that it clips by; a squared moment feels that twice.
-        bound = UPDATE_BOUND + 3e-6 / max(min(one.norms), 1e-6)
-        allowed = {key: bound * moment.norm().item() + 1e-30 for key, moment in one.moments.items()}
+        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in one.moments.items()}
         state = _within(f"optimizer state{suffix}", one.moments, first.moments, allowed)
     updates = {
         f"update alone{suffix}": (reference.start, one.updated, first.updated),

@@ -14,7 +14,6 @@ from shoal.config.batch import accumulation, leaves_one
 from shoal.config.layout import Layout
 from shoal.config.mesh import data_size
 from shoal.lora.adapters import is_adapter_tensor
-from shoal.lora.layers import ADAPTER
 from shoal.types import BatchPhase
 
 # The names that torch's dispatcher has for the collectives.
@@ -80,6 +79,8 @@ class Case:
     """The names of the parameters that have gradients."""
     itemsizes: Mapping[str, int] = field(default_factory=dict)
     """The bytes of an element of each parameter, by name, if it is not 4."""
+    multiplies_weights: bool = False
+    """True if adapters multiply matrices with each other, as DoRA does, and not only with activations."""
     has_objectives: bool = False
     """True if a step has several losses, each of some parameters, which use parameters as often as they like."""
 
@@ -98,8 +99,8 @@ class Case:
         """The fraction of a step's samples, including fillers, on the rank that runs the most."""
         if self.layout.compile:
             return None  # torch's FLOP counter does not see compiled matrix products
-        if any(name.endswith(f".lora_magnitude_vector.{ADAPTER}.weight") for name in self.shapes):
-            return None  # DoRA measures weights in every micro-batch, whatever its size
+        if self.multiplies_weights:
+            return None  # in every micro-batch, whatever its size
         batch_size, samples = self.batches.batch_size, self.batches.global_batch_size
         joined = batch_size == 2 and leaves_one(samples, batch_size)  # a micro-batch of three; see `num_runs`
         fraction = min(1.0, (self.micro_batches * batch_size + joined) / samples)

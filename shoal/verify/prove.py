@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import data_size
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.launch.spawn import run_function
 from shoal.verify.compare import Check, compare
 from shoal.verify.exchange import (
@@ -21,7 +21,7 @@ from shoal.verify.exchange import (
     says_exchange,
     without_exchange,
 )
-from shoal.verify.expected_work import Case, expected_work
+from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import (
     LAYOUTS,
     OWN,
@@ -34,8 +34,8 @@ from shoal.verify.layouts import (
 )
 from shoal.verify.trace import AVERAGES, Shared, Trace, trace
 
-Runner = Callable[[Run, int, int, Shared | None], list[Trace]]
-"""(run, number of processes, steps, what one device computed) → the trace of each rank."""
+Runner = Callable[[Run, int, int, Shared | None, bool], list[Trace]]
+"""(run, number of processes, steps, what one device computed, in float64) → the trace of each rank."""
 
 
 Outcome = Literal["same", "lossy", "other work", "not comparable", "different", "left out"]
@@ -58,6 +58,8 @@ class Verdict:
     """The reason why the layout refused this model, if it did."""
     frozen_statistics: list[str] = field(default_factory=list)
     """Batch norms whose statistics were frozen for the proof."""
+    float64: str = ""
+    """What came of the proof in float64, if fp32 had found a difference."""
     lossy: str = ""
     """The method by which ranks exchange something else than gradients as they are, if this row is about it."""
 
@@ -101,9 +103,9 @@ def exit_code(verdicts: Sequence[Verdict], asked_by_name: bool) -> int:
     return 0 if outcomes & proved and outcomes <= {*proved, "left out"} else 3
 
 
-def in_new_processes(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
+def in_new_processes(run: Run, procs: int, steps: int, shared: Shared | None, in_float64: bool) -> list[Trace]:
     """Trains in `procs` new processes and returns the trace of each rank."""
-    return run_function(trace, (run, steps, shared), procs, "spawn")
+    return run_function(trace, (run, steps, shared, True, in_float64), procs, "spawn")
 
 
 def prove(
@@ -131,15 +133,15 @@ def prove(
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
     if left_out := [choice.name for choice in run.callbacks if choice.name.partition(".")[0] not in AVERAGES]:
         on_warning(f"not part of the proof: the callbacks {', '.join(left_out)}")
-    (reference,) = runner(reference_run(run, procs), 1, steps, None)
-    shared = reference.shared()
+    (reference,) = runner(reference_run(run, procs), 1, steps, None, False)
+    shared, float64 = reference.shared(), _Float64(runner, run, procs, steps)
     verdicts = []
     for candidate in chosen:
         new_run = candidate_run(run, candidate, procs)
         layout = layout_on(new_run, procs)
         own_layout = own.description if own and own.name == candidate.name else None
         try:
-            traces = runner(new_run, layout.world_size, steps, shared)
+            traces = runner(new_run, layout.world_size, steps, shared, False)
         except UserError as refusal:  # the other layouts can still be proved
             verdicts.append(Verdict(candidate.name, layout.world_size, [], [], [], own_layout, str(refusal)))
             on_verdict(verdicts[-1])
@@ -147,10 +149,19 @@ def prove(
         batches = derive_batches(new_run.config.training, data_size(layout.mesh))[0]
         has_objectives = bool(run.recipe_type(run.recipe_config).objectives())
         case = Case(
-            layout, batches, reference.shapes, reference.gradients, reference.itemsizes, has_objectives=has_objectives
+            layout,
+            batches,
+            reference.shapes,
+            reference.gradients,
+            reference.itemsizes,
+            reference.multiplies_weights,
+            has_objectives,
         )
         expected = expected_work(case)
         checks = compare(reference, traces, expected, layout.precision)
+        why_float64 = ""
+        if layout.precision == "fp32" and float64.may_decide(checks, reference):
+            checks, why_float64 = float64.repeat(checks, new_run, layout.world_size, expected)
         verdicts.append(
             Verdict(
                 candidate.name,
@@ -160,6 +171,7 @@ def prove(
                 reference.draws,
                 own_layout,
                 frozen_statistics=reference.frozen_statistics,
+                float64=why_float64,
             )
         )
         on_verdict(verdicts[-1])
@@ -167,6 +179,43 @@ def prove(
         verdicts.append(_prove_exchange(run, original, own, procs, steps, runner, reference))
         on_verdict(verdicts[-1])
     return verdicts
+
+
+class _Float64:
+    """Repeats a proof in float64 if the numbers differ in fp32, to tell rounding errors from a layout that is wrong."""
+
+    def __init__(self, runner: Runner, run: Run, procs: int, steps: int):
+        self._runner, self._run, self._procs, self._steps = runner, run, procs, steps
+        self._reference: Trace | None = None
+
+    def may_decide(self, checks: list[Check], reference: Trace) -> bool:
+        """Returns whether a number differs in fp32 that could be equal, and the model can be cast."""
+        differs = any(check.kind == "values" and not check.passed for check in checks)
+        mixes = reference.mixing and not self._run.config.training.sync_batch_norm
+        return differs and not (mixes or reference.draws or reference.packed)
+
+    def repeat(self, checks: list[Check], run: Run, size: int, expected: ExpectedWork) -> tuple[list[Check], str]:
+        """Returns the checks with those of values from float64, and what came of it in words.
+
+        All else stays as fp32 found it, and so does everything if the model cannot compute in float64.
+        """
+        try:
+            if self._reference is None:
+                (self._reference,) = self._runner(reference_run(self._run, self._procs), 1, self._steps, None, True)
+            traces = self._runner(run, size, self._steps, self._reference.shared(), True)
+        except Exception as error:  # a model may do anything with a type that it does not expect
+            return checks, f"in float64, which would show whether it is rounding, it fails: {one_line(error, 100)}"
+        again = compare(self._reference, traces, expected, "fp32")
+        in_fp32 = {check.name: f"; in fp32 {check.detail}" for check in checks if not check.passed}
+        values = [
+            replace(check, detail=f"in float64 {check.detail}{in_fp32.get(check.name, '')}")
+            for check in again
+            if check.kind == "values"
+        ]
+        checks = [*values, *(check for check in checks if check.kind != "values")]
+        if not all(check.passed for check in values):
+            return checks, "it differs in float64, too, so it is not rounding"
+        return checks, "proved in float64: what differs in fp32 is rounding"
 
 
 def _prove_exchange(
@@ -177,15 +226,17 @@ def _prove_exchange(
     plain, shared, checks = candidate_run(run, own, procs), reference.shared(), list[Check]()
     layout = layout_on(plain, procs)
     try:
-        traces = runner(own_exchange(plain, original), layout.world_size, steps, shared)
+        traces = runner(own_exchange(plain, original), layout.world_size, steps, shared, False)
         if method == "local_sgd":
             checks += local_sgd_checks(reference, traces)
         else:
             checks += own_checks(traces, compression)
             if (lossless := lossless_exchange(plain, original)) is not None:
-                traces = runner(lossless, layout.world_size, steps, shared)
+                traces = runner(lossless, layout.world_size, steps, shared, False)
             batches = derive_batches(plain.config.training, data_size(layout.mesh))[0]
-            expected = expected_work(Case(layout, batches, reference.shapes, reference.gradients))
+            multiplies = reference.multiplies_weights
+            case = Case(layout, batches, reference.shapes, reference.gradients, multiplies_weights=multiplies)
+            expected = expected_work(case)
             checks += lossless_checks(reference, traces, expected, method, layout.precision)
     except UserError as refusal:
         return Verdict(EXCHANGE, layout.world_size, [], [], [], None, str(refusal), lossy=method)

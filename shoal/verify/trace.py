@@ -19,6 +19,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.mesh import coordinates
 from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
+from shoal.lora.adapters import multiplies_weights
 from shoal.observe.flops import flop_counter
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.parallel.compression.exchange import CompressedExchange
@@ -38,6 +39,7 @@ from shoal.training.session import assemble
 from shoal.types import MicroBatch, StepInfo, StepOutput, TrainState, is_defined
 from shoal.verify.body import GradientsOfBody
 from shoal.verify.draws import WatchDraws, seed_at_forward, seeds_at_forward, turn_off_dropout
+from shoal.verify.float64 import recipe_in_float64
 from shoal.verify.updates import Updates, update_alone, whole
 
 AVERAGES = ("ema", "swa")
@@ -88,6 +90,8 @@ class Trace:
     """Of all parameters, frozen ones too."""
     itemsizes: dict[str, int] = field(default_factory=dict)
     """The bytes of an element of each."""
+    multiplies_weights: bool = False
+    """True if adapters multiply matrices with each other; their FLOPs do not follow from the batch."""
     packed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """The bytes and the number of weights of each quantised layer, and the bits that a weight should have, by name."""
     parameter_bytes: int = 0
@@ -119,12 +123,13 @@ class Trace:
         return Shared(self.max_norm, self.sgd_weights, self.gradients, self.later_gradients)
 
 
-def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True) -> Trace:
+def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True, in_float64: bool = False) -> Trace:
     """Trains `steps` steps with SGD and again with AdamW, if `adamw` is true, dropout off, and notes what happens.
 
-    `shared` comes from the trace of one device; it is None if this is that trace.
+    `shared` comes from the trace of one device; it is None if this is that trace. With `in_float64`, parameters,
+    buffers and batches are cast to float64.
     """
-    tracer = _Tracer(run)
+    tracer = _Tracer(run, in_float64)
     with tracer.strategy:
         tracer.train_with_sgd(steps, shared)
         if adamw:
@@ -145,10 +150,10 @@ def _drop_tensors(trace: Trace) -> None:
 
 
 class _Tracer:
-    def __init__(self, run: Run):
-        self.run, self.trace = run, Trace()
+    def __init__(self, run: Run, in_float64: bool):
+        self.run, self.trace, self._in_float64 = run, Trace(), in_float64
         self.strategy = from_config(run.config)
-        self.recipe = run.make_recipe()
+        self.recipe = recipe_in_float64(run.make_recipe()) if in_float64 else run.make_recipe()
         has_inputs = is_defined(self.recipe.loss) and is_defined(self.recipe.inputs)
         self._has_loss = has_inputs or bool(self.recipe.objectives())
         once_per_node(self.strategy.world, self.recipe.prepare_data)
@@ -159,6 +164,7 @@ class _Tracer:
         trace.start = whole(self.session.state().model)
         trace.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         trace.itemsizes = {name: p.element_size() for name, p in self.model.named_parameters()}
+        trace.multiplies_weights = multiplies_weights(self.model)
         held = self.strategy.held()
         for name, layer in quantised_layers(self.model).items():
             trace.packed[name] = (
@@ -274,7 +280,7 @@ class _Tracer:
             self.strategy,
             training,
             config.experiment.seed,
-            edit=turn_off_dropout,
+            edit=self._edit,
             by_recipe=by_recipe,
             loop=loop,
         )
@@ -282,6 +288,12 @@ class _Tracer:
         self._body = GradientsOfBody(self.session, body) if body is not None else None
         if not training.sync_batch_norm:
             self.trace.frozen_statistics = freeze_batch_statistics(self.model)
+
+    def _edit(self, model: nn.Module) -> None:
+        """Changes the model before it is placed."""
+        turn_off_dropout(model)
+        if self._in_float64:
+            model.double()
 
     def _hooks(self, steps: int) -> Hooks:
         """Returns the hooks of the recipe, and those built-in callbacks that keep something of the weights.
@@ -327,7 +339,7 @@ class _Tracer:
 
     def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:
         objects = self.session.metric_objects
-        sums, paths = sum_over_ranks(self.strategy, to_host(steps), objects.paths_of(steps))
+        sums, paths, _ = sum_over_ranks(self.strategy, to_host(steps), objects.paths_of(steps))
         for step in sums:
             for name, value in means(step).items():
                 self.trace.metrics.setdefault(f"train/{name}", []).append(value)

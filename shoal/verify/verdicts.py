@@ -63,6 +63,8 @@ def print_verdict(verdict: Verdict) -> None:
         console.print(f"  {result:6}  {check.name:15}  {check.detail}", style=style)
     if verdict.outcome == "not comparable":
         console.print(f"  {why_not_comparable(verdict)}")
+    if verdict.float64:
+        console.print(f"  {verdict.float64}")
     if verdict.frozen_statistics:
         console.print(f"  {say_frozen(verdict)}")
 
@@ -87,6 +89,8 @@ def _remark(verdict: Verdict) -> str:
         reason = f"{reason} ({detail})" if reason else detail
     elif verdict.outcome == "lossy":
         reason = f"{verdict.lossy}: not the same training as on one device; its own checks hold"
+    if verdict.float64:
+        reason = f"{reason}; {verdict.float64}" if reason else verdict.float64
     return f"{reason}{_own(verdict)}".strip()
 
 

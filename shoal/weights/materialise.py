@@ -43,7 +43,8 @@ def build(build_model: Callable[[], nn.Module], weights: Weights, seed: int) -> 
                 raise
             reason = f"its constructor needs the values of parameters ({one_line(error, limit=80)})"
         if weights.kind == "files":
-            return model, replace(weights, reason=check_files(model, weights))
+            remarks = filter(None, (weights.reason, check_files(model, weights)))
+            return model, replace(weights, reason="; ".join(remarks))
         if reason is None:
             return model, weights
         weights = Weights("built", reason)

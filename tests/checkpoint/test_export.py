@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import export as export_py
-from shoal.checkpoint import open_checkpoint, write_checkpoint
+from shoal.checkpoint import export_folders, open_checkpoint, write_checkpoint
 from shoal.checkpoint.export import export
 from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.manifest import manifest_digest, tied_and_buffers
@@ -139,7 +139,7 @@ def test_an_export_with_several_files_and_a_smaller_dtype(
 ) -> None:
     import transformers
 
-    monkeypatch.setattr(export_py, "SHARD_SIZE", "20KB")
+    monkeypatch.setattr(export_folders, "SHARD_SIZE", "20KB")
     step_dir, model = saved("tied")
     export(step_dir, tmp_path / "out", "hf", dtype="bf16")
     assert len([*(tmp_path / "out").glob("model-*-of-*.safetensors")]) > 1

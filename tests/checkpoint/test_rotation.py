@@ -32,7 +32,7 @@ from shoal.types import TrainState
 def save(manager: CheckpointManager, step: int, value: float | None = None, metric: str = "eval/loss") -> Path:
     state = TrainState({"w": torch.full((2,), float(step))}, {})
     evaluated = {} if value is None else {"metrics": {metric: value}}
-    manager.save(state, {"step": step, "samples": step, **evaluated}, {})
+    manager.save_state(state, {"step": step, "samples": step, **evaluated}, {})
     return manager.path_of(step)
 
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_a_newer_format_is_not_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("metrics", [[], {"eval/loss": "0"}, {"eval/loss": None}, {"eval/loss": 10**400}, "x", None])
 def test_metrics_that_are_not_finite_numbers_do_not_count(tmp_path: Path, metrics: Any) -> None:
     manager = CheckpointManager(tmp_path)
-    manager.save(TrainState({"w": torch.zeros(2)}, {}), {"step": 1, "metrics": metrics}, {})
+    manager.save_state(TrainState({"w": torch.zeros(2)}, {}), {"step": 1, "metrics": metrics}, {})
     assert find_best_checkpoint(tmp_path) is None
 
 

@@ -62,7 +62,7 @@ def state(value: float = 1.0) -> TrainState:
 
 
 def save(folder: Path, step: int = 3, value: float = 1.0, keep_last: int = 9) -> Path:
-    CheckpointManager(folder, keep_last).save(state(value), {"step": step, "samples": 5}, ABOUT)
+    CheckpointManager(folder, keep_last).save_state(state(value), {"step": step, "samples": 5}, ABOUT)
     return step_folder(folder, step)
 
 
@@ -120,7 +120,7 @@ def flip(data: bytes, bit: int) -> bytes:
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     """This includes its format, and bits that change the text and not its meaning, as in 1e-5 and 1E-5."""
     about = {"config": {"rate": 1e-5, "name": "ü"}}
-    CheckpointManager(tmp_path).save(TrainState({"w": torch.ones(1)}, {}), {"step": 1}, about)
+    CheckpointManager(tmp_path).save_state(TrainState({"w": torch.ones(1)}, {}), {"step": 1}, about)
     folder = step_folder(tmp_path, 1)
     open_checkpoint(folder).read()
     path = folder / "manifest.json"

@@ -225,7 +225,12 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
         r"max_seq_length = 4: .*a.jsonl, line 1 has no counted token left after trunc", lambda: load(refused)
     )
     nothing = bytes_config(tmp_path, train_file=file, max_seq_length=2, too_long="drop")
-    assert_refused(r"train_file = .*a.jsonl: no sample is left \(all 2 samples were too long\)", lambda: load(nothing))
+    assert_refused(
+        r"a.jsonl: no sample is left \(all 2 samples were too long\); raise dataset.max_",
+        lambda: load(nothing),
+    )
+    few = bytes_config(tmp_path, train_file=file, eval_fraction=1e-9)
+    assert_refused(r"left \(dataset.eval_fraction = 1e-09: no record is held out for evalu", lambda: load(few))
 
 
 def test_records_are_held_out_by_their_contents(tmp_path: Path) -> None:

@@ -290,12 +290,12 @@ def test_the_hub_out_of_reach_is_told_at_once(hf, monkeypatch):
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(
-        UserError, match=r"dataset.name = 'wikitext': it cannot be loaded: the Hugging Face Hub cannot be"
+        UserError, match=r"dataset.name = 'wikitext': no such folder is here, and the Hugging Face Hub cannot be"
     ) as error:
         open_text(TextDataset(name="wikitext"))
     one_line(error)
     with pytest.raises(
-        UserError, match=r"dataset.tokenizer = 'gpt2': it cannot be loaded: the Hugging Face Hub"
+        UserError, match=r"dataset.tokenizer = 'gpt2': no such folder is here, and the Hugging Face Hub"
     ) as error:
         open_text(TextDataset(tokenizer="gpt2"))
     one_line(error)

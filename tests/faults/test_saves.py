@@ -38,7 +38,7 @@ def state_of(step: int) -> TrainState:
 
 def save(manager: CheckpointManager, step: int) -> None:
     trainer = {"step": step, "metrics": {"eval/loss": 1 / step}}
-    manager.save(state_of(step), trainer, {"config": {"name": "a run"}})
+    manager.save_state(state_of(step), trainer, {"config": {"name": "a run"}})
 
 
 def new_manager(folder: Path) -> CheckpointManager:

@@ -112,7 +112,8 @@ def write_kubeconfig(folder: Path, port: int) -> None:
 
 
 LAUNCH = ("launch", "run.yaml", "--on", "kubernetes", "launch.kubernetes.image=me:1", "launch.kubernetes.claim=runs")
-TOY = (*LAUNCH, "experiment.output_dir=/runs/toy", "launch.kubernetes.namespace=ml")
+FILES = "launch.kubernetes.files=[toy_recipe.py]"
+TOY = (*LAUNCH, "experiment.output_dir=/runs/toy", "launch.kubernetes.namespace=ml", FILES)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,20 @@ def test_a_failure_on_one_machine_starts_both_again(machines: Any, capfd: Any) -
     _, second = machines(1, script, FIXED)
     assert results(first, second) == [0, 0]
     line = f"shoal: rank 1 ended with exit code 7; {AGAIN} (1 of 3)"
-    assert capfd.readouterr().err.splitlines() == [line, line]
+    said = capfd.readouterr().err.splitlines()
+    assert said.count(line) == 2
+    assert len([other for other in said if "joined the run" in other]) == 2  # in each attempt
+
+
+def test_the_second_machine_says_where_the_run_is(toy: ToyRun, machines: Any, capfd: Any) -> None:
+    _, first = machines(0, "exit 0", FIXED)
+    _, second = machines(1, "exit 0", FIXED)
+    assert results(first, second) == [0, 0]
+    assert capfd.readouterr().err.splitlines() == [
+        "shoal: joined the run as node 1 of 2, rank 1; its output is on node 0 (127.0.0.1), and the logs of this "
+        f"machine in {toy.output}/logs/rank_1.log",
+        "shoal: the run has ended",
+    ]
 
 
 def test_a_signal_to_either_machine_ends_the_run(machines: Any, capfd: Any) -> None:
@@ -108,7 +121,8 @@ def test_a_signal_to_either_machine_ends_the_run(machines: Any, capfd: Any) -> N
     other, second = machines(1, WAITS, FIXED)
     other.signal(signal.SIGTERM)
     assert results(first, second) == [143, 143]
-    assert capfd.readouterr().err == ""
+    (joined,) = capfd.readouterr().err.splitlines()
+    assert joined.startswith("shoal: joined the run as node 1")
 
 
 def test_a_machine_that_leaves_an_elastic_run_does_not_end_it(machines: Any, capfd: Any) -> None:
@@ -117,7 +131,7 @@ def test_a_machine_that_leaves_an_elastic_run_does_not_end_it(machines: Any, cap
     other, second = machines(1, script, ELASTIC)
     other.signal(signal.SIGTERM)
     assert results(first, second) == [0, 143]
-    (line,) = capfd.readouterr().err.splitlines()
+    _, line = capfd.readouterr().err.splitlines()  # after that of the machine that has joined
     assert re.fullmatch(rf"shoal: node 1 \(.+\) left the run; {AGAIN}", line)
 
 

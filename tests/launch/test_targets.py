@@ -127,6 +127,20 @@ def test_objects_are_created_with_kubectl(toy: ToyRun, tools: Path, monkeypatch:
     )
 
 
+def test_files_of_this_machine_that_pods_may_not_have_are_named(toy: ToyRun) -> None:
+    (toy.folder / "weights").mkdir()
+    keys = (*KUBERNETES, "experiment.output_dir=/runs/toy", "checkpoint.init_from=weights", "--dry-run")
+    result = toy.call("launch", "run.yaml", *keys)
+    assert result.returncode == 0
+    assert result.stderr.splitlines() == [
+        "shoal: warning: checkpoint.init_from = 'weights' is on this machine; pods find it only if the image has it at "
+        "this path; put it into the image, or into the claim and name it below /runs",
+        "shoal: warning: recipe = toy_recipe:Toy: it is in toy_recipe.py on this machine; pods find it only if the "
+        "image has it; add it to launch.kubernetes.files, or put it into the image",
+    ]
+    assert toy.call("launch", "run.yaml", *KUBERNETES_TOY, "--dry-run").stderr == ""
+
+
 def test_the_pods_find_a_config_that_is_the_same_run(toy: ToyRun, tmp_path_factory: pytest.TempPathFactory) -> None:
     shown = toy.call("launch", "run.yaml", *KUBERNETES_TOY, "training.max_steps=3", "--dry-run").stdout
     config_map, job = yaml.safe_load_all(shown)

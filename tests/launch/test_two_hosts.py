@@ -88,11 +88,16 @@ def test_two_hosts_train_one_run(hosts: Hosts, toy: ToyRun) -> None:
     with hosts.launch(toy, 1, "2", *SAME) as second, hosts.launch(toy, 0, "2", *SAME) as first:
         assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
     assert first.out.count("finished at step 10") == 1
-    assert (first.err, second.out, second.err) == ("", "", "")
+    assert (first.err, second.out) == ("", "")
+    assert re.fullmatch(rf"{JOINED}shoal: the run has ended\n", second.err), second.err
     assert "started by   shoal's launcher, 2 processes on 2 machines" in first.out
     assert_same_weights(toy)
 
 
+JOINED = (
+    r"shoal: joined the run as node 1 of 2, rank 1; its output is on node 0 \(10\.77\.0\.1\), and the logs of this "
+    r"machine in .+/logs/rank_1\.log\n"
+)
 CUT_OFF = (
     r"shoal: lost the connection to node 0 at MASTER_ADDR = 10\.77\.0\.1, MASTER_PORT = \d+ \(no answer for 10 s\)"
 )
@@ -109,7 +114,7 @@ def test_a_cut_link_ends_both_sides_and_names_the_other(hosts: Hosts, toy: ToyRu
         assert first.nothing_left()
         assert second.nothing_left()
     assert first.err == f"{SILENT}; giving up after 0 restarts\n"
-    assert re.fullmatch(rf"{CUT_OFF}.*\n", second.err), second.err
+    assert re.fullmatch(rf"{JOINED}{CUT_OFF}.*\n", second.err), second.err
 
 
 def test_a_machine_that_was_cut_off_joins_again_and_nothing_is_lost(

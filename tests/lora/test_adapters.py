@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.lora import LoraConfig
-from shoal.lora.adapters import add_adapters, merge_adapters
+from shoal.lora.adapters import add_adapters, is_adapter_tensor, merge_adapters
 from shoal.lora.config import OTHER_NAMES
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, name_in_model
+from shoal.lora.trained_tokens import token_indices
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.weights import build, materialise
 
@@ -49,6 +50,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "lora_bias": True,
     },
     "conv1d": {"r": 2, "target_modules": ["c_attn", "c_fc"], "use_dora": True},
+    "rows of tokens": {"target_modules": ["v_proj"], "trainable_token_indices": [40, 5, 10]},
+    "rows of tokens, tied": {"target_modules": ["v_proj"], "trainable_token_indices": [40, 5, 10]},
+    "rows of tokens in the head": {
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"embed_tokens": [0, 5], "lm_head": [63, 10, 5]},
+    },
+    "rows that Gemma scales": {"target_modules": ["v_proj"], "trainable_token_indices": [40, 0]},
+    "experts": {
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 3},
+    },
+    "experts, transposed": {
+        "r": 2,
+        "target_modules": [],
+        "target_parameters": ["experts.gate_up_proj", "router.weight"],
+    },
+    "the parameter of a linear layer": {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]},
 }
 
 
@@ -57,7 +77,17 @@ def base_model(kind: str) -> Any:
     if kind == "conv1d":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dict.fromkeys(DROPOUTS, 0.0)))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, attention_bias=True))
+    if kind.startswith("experts"):
+        sizes = {**TINY, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        if "transposed" in kind:
+            return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, head_dim=8, pad_token_id=None))
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    if "Gemma" in kind:
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**TINY, head_dim=8))
+    tied = "tied" in kind
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY, attention_bias=True, tie_word_embeddings=tied)
+    )
 
 
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
@@ -72,9 +102,10 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def test_forward_gradients_and_names_are_those_of_peft(kind: str) -> None:
     peft = pytest.importorskip("peft")
     base, lora = base_model(kind), LoraConfig(**KINDS[kind])
-    config = config_for_peft(base, lora, None, None)
-    theirs: Any = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**{**config, "inference_mode": False}))
+    plain = copy.deepcopy(base)
     add_adapters(base, lora)
+    config = config_for_peft(plain, lora, None, None, token_indices(base))
+    theirs: Any = peft.get_peft_model(plain, peft.LoraConfig(**{**config, "inference_mode": False}))
     mine = trained(base)
     names = {name_in_folder(base, name): name for name in mine}
     saved = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
@@ -97,7 +128,7 @@ def test_forward_gradients_and_names_are_those_of_peft(kind: str) -> None:
         torch.testing.assert_close(mine[here].grad, gradient, rtol=1e-4, atol=1e-6)
     if not lora.lora_bias:
         merge_adapters(base)
-        assert not any("lora" in name for name in base.state_dict())
+        assert not any(is_adapter_tensor(name) for name in base.state_dict())
         torch.testing.assert_close(base(input_ids=TOKENS).logits, outputs[0].logits, rtol=1e-4, atol=1e-5)
 
 
@@ -171,7 +202,11 @@ def test_other_spellings() -> None:
     [
         ({"rank": 3, "r": 4}, "lora: rank = 3 and r = 4 are the same key; give one of them"),
         ({"init_lora_weights": "pissa"}, "lora.init_lora_weights: is not supported: it needs more than"),
-        ({"target_parameters": ["experts"]}, "lora.target_parameters: is not supported: adapters are put on modules"),
+        (
+            {"target_parameters": ["experts"], "dropout": 0.1},
+            "lora_dropout = 0.1: PEFT has it without target_parameters",
+        ),
+        ({"trainable_token_indices": "new"}, "lora.trainable_token_indices"),
         ({"use_qalora": True}, "lora.use_qalora: is not supported"),
         ({"lora_apha": 3}, "lora.lora_apha is not a key; did you mean lora.lora_alpha?"),
         ({"use_dora": True}, "lora.use_dora = true: its magnitudes start from the weights of the base"),
@@ -201,11 +236,35 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> Non
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}, "no such module; did you mean lm_head"),
         ({"target_modules": ["q_proj"], "bias": "all"}, "lora.bias = all: the model has no such biases"),
         ({"target_modules": ["embed_tokens"], "lora_bias": True}, "lora.lora_bias = true is not for the embedding"),
+        ({"target_parameters": ["gate_up_prj"]}, "lora.target_parameters = 'gate_up_prj': the model has no such"),
+        (
+            {"target_parameters": ["embed_tokens.weight"]},
+            "embed_tokens.weight is a parameter .* cannot have an adapter",
+        ),
+        ({"target_parameters": ["q_proj.weight"]}, "q_proj is in lora.target_modules, too; take it out of one of them"),
+        ({"trainable_token_indices": [1]}, "trained rows start from those of the base, and model.config has none"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         make_recipe(**keys).build_model()
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([64], "64 is not a token of model.embed_tokens, which has 64"),
+        ([1, 1], "a token is named twice"),
+        ({"lm_hed": [1]}, "the model has no such module; name model.embed_tokens"),
+        ({"q_proj": [1]}, "q_proj is in lora.target_modules, too"),
+        ({"o_proj": [1]}, "o_proj is a Linear; name an embedding, or a head without a bias"),
+        ({"embed_tokens": [1], "lm_head": [2]}, "model.embed_tokens is tied to lm_head; give both the same tokens"),
+        ("added", "model.added_tokens is empty"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(indices: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        add_adapters(base_model("tied"), LoraConfig(target_modules=["q_proj"], trainable_token_indices=indices))
 
 
 def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:

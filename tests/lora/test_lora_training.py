@@ -105,6 +105,12 @@ def test_fp8_is_refused(root: Path, base: Path) -> None:
         check_layout(run.config, run.make_recipe(), 1, 1)
 
 
+def test_compiled_blocks_are_refused_with_adapted_parameters(root: Path, base: Path) -> None:
+    run = check_run(tree_for(root, base, {**LORA, "target_parameters": ["k_proj.weight"]}, "compiled", compile=True))
+    with pytest.raises(UserError, match=r"training.compile = true: compiled blocks would keep .*target_parameters"):
+        check_layout(run.config, run.make_recipe(), 1, 1)
+
+
 def test_targets_are_refused_before_the_text_is_prepared(root: Path, base: Path, tmp_path: Path) -> None:
     tree = tree_for(root, base, {"target_modules": ["qproj"]}, "refused")
     tree["dataset"]["cache_dir"] = str(tmp_path / "cache")

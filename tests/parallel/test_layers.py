@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import UserError
 from shoal.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention
-from shoal.strategies import DistributedStrategy, Loop, MeshStrategy, SingleStrategy, ThreeDParallelism
+from shoal.strategies import DistributedStrategy, Loop, MeshStrategy, SingleStrategy
 from shoal.types import ParallelPlan
 
 WIDTH, HEADS, ROWS, TIME = 16, 4, 3, 5
@@ -40,7 +40,7 @@ class Block(nn.Module):
     def __init__(self, kv_heads: int, bias: bool) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = TensorParallelAttention(WIDTH, HEADS, kv_heads, bias=bias)
+        self.attention = TensorParallelAttention(WIDTH, HEADS, num_kv_heads=kv_heads, bias=bias)
         self.up = ColumnParallelLinear(WIDTH, 6 * WIDTH, bias=bias)
         self.down = RowParallelLinear(6 * WIDTH, WIDTH, bias=bias)
         self.gated = Gated()
@@ -82,7 +82,7 @@ def take_a_step(strategy: Any, kv_heads: int, bias: bool) -> dict[str, Any]:
 
 
 def on_two(kv_heads: int, bias: bool) -> dict[str, Any]:
-    return take_a_step(ThreeDParallelism(tensor_parallel_size=2, device="cpu"), kv_heads, bias)
+    return take_a_step(MeshStrategy(mesh={"tp": 2}, device="cpu"), kv_heads, bias)
 
 
 @pytest.mark.parametrize(("kv_heads", "bias"), [(HEADS, True), (2, False)])
@@ -124,7 +124,7 @@ def test_attention_is_torchs() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 3)])
 def test_heads_that_do_not_come_out_even_are_refused(heads: int, kv_heads: int) -> None:
     with pytest.raises(ValueError, match=f"{heads} heads have to divide the width 16 .* {kv_heads} key/value heads"):
-        TensorParallelAttention(WIDTH, heads, kv_heads)
+        TensorParallelAttention(WIDTH, heads, num_kv_heads=kv_heads)
 
 
 class Tied(nn.Module):
@@ -222,7 +222,7 @@ def test_what_cannot_be_cut_is_refused(pool2: Pool) -> None:
 
 
 def wrap_in_stages() -> str:
-    with ThreeDParallelism(data_parallel_size=1, pipeline_parallel_size=2, device="cpu") as strategy:
+    with MeshStrategy(mesh={"pp": 2}, device="cpu") as strategy:
         with pytest.raises(UserError) as raised:
             Loop(strategy).wrap(build())
         return str(raised.value)
@@ -243,4 +243,4 @@ def test_sequence_parallelism_is_a_way_of_tensor_parallelism() -> None:
 
 def test_a_mesh_of_other_processes_is_refused() -> None:
     with pytest.raises(UserError, match="dp_shard 2 × tp 2 = 4, but there are 1 processes"):
-        ThreeDParallelism(data_parallel_size=2, tensor_parallel_size=2)
+        MeshStrategy(mesh={"dp_shard": 2, "tp": 2})

@@ -60,6 +60,18 @@ def test_missing_ranks(answers: Sequence[RankStatus | None], missing: list[int])
     assert find_missing_ranks({answer.rank: answer for answer in answers if answer}, len(answers)) == missing
 
 
+def test_the_flight_recorders_name_a_rank_that_no_stack_shows() -> None:
+    """With GPUs all hosts wait for their devices, and none of them is behind."""
+    answers = {rank: status_of(rank, 10, "") for rank in range(4)}
+    assert find_missing_ranks(answers, 4, [2]) == [2]
+    assert find_missing_ranks({0: answers[0], 2: answers[2]}, 3, [2]) == [1]  # a silent rank has no recorder
+    text = describe_hang([2], answers, answers, "distributed.timeout = 3 s", ["rank 0 waits in all_reduce"])
+    assert text.splitlines()[:2] == [
+        "the run hangs: rank 2 did not arrive within distributed.timeout = 3 s",
+        "  rank 0 waits in all_reduce",
+    ]
+
+
 def test_a_large_world_is_described_in_few_lines() -> None:
     answers = {rank: status_of(rank, frames=["a.py:1 in save"]) for rank in range(64) if rank not in (5, 9)}
     last_statuses = answers | {5: status_of(5, activity="step 3, logs", frames=["b.py:2 in read"])}
@@ -164,17 +176,20 @@ def test_a_sleeping_rank_is_reported_by_one_rank(tmp_path: Path) -> None:
     (message,) = filter(None, [first, second])  # only one of them reports
     assert re.fullmatch(
         r"shoal: the run hangs: rank 1 did not arrive within distributed\.timeout = 1 s\n"
+        r"  rank 0 waits in all_reduce \(number \d+ of group .+, Float \[1\]\), which rank 1 has not called\n"
         r"  rank 1 \(.+, process \d+\): step 5, evaluation, for \d+ s\n"
         r"(    .+\n)*    .*test_watchdog\.py:\d+ in hang\n"
         r"  rank 0 \(.+, process \d+\): step 5, evaluation, in all_reduce, for \d+ s\n"
         r"(    .+\n)*    torch/distributed/distributed_c10d\.py:\d+ in all_reduce\n"
-        rf"  the stacks of all threads are in {tmp_path}/rank_<n>\.log\n",
+        rf"  the stacks of all threads are in {tmp_path}/rank_<n>\.log, torch's records of collectives in "
+        r"flight_<n>\.json\n",
         message,
     )
     for rank in (0, 1):
         log = (tmp_path / f"rank_{rank}.log").read_text()
         assert f"all threads of rank {rank}:\n" in log
         assert 'test_watchdog.py", line' in log
+        assert json.loads((tmp_path / f"flight_{rank}.json").read_text())[-1]["entries"]
 
 
 def test_torchs_timeout_is_longer_than_the_watchdogs() -> None:

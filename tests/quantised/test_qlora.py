@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from pool import Pool
 from quantised.test_reading import Q_PROJ, SIZES, folder, text, train_norms
 from recipes.test_causal_lm import make_recipe, start, tokens
+from safetensors.torch import load_file
 from training.test_moves import bits
 from verify.runs import failed, on_text, runner_on
 
@@ -51,13 +54,22 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.float32)
     torch.testing.assert_close(merged(tokens(1, 12)).logits, expected.float(), rtol=1e-3, atol=0.02)
     notes = " ".join(export(step, tmp_path / "original", "hf", merge_into="original")["notes"])
-    assert "its logits differ from those of the trained model, whose base is quantised, by" in notes
+    assert "logits differ from those of the trained model, whose base is quantised, by" in notes
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     untouched = "model.layers.0.self_attn.k_proj.weight"
     assert torch.equal(original.get_parameter(untouched), base.get_parameter(untouched))
     assert not torch.equal(merged.get_parameter(untouched), base.get_parameter(untouched))
+    report = (tmp_path / "out" / "report.txt").read_text()
+    weights = sum(parameter.numel() for parameter in base.parameters())
+    added = sum(tensor.numel() for tensor in trained.parameters() if tensor.requires_grad)
+    assert f"{added:,} of {weights + added:,} parameters are trained" in report
+    done = export(step, tmp_path / "third", "hf", merge_into="dequantised")
+    assert done["tensors"] == len(load_file(tmp_path / "third" / "model.safetensors")) == len(base.state_dict())
+    assert re.search(r"by \S+ of the largest if merged into the original .* if merged into the dequantised", str(done))
     notes = " ".join(export(step, tmp_path / "adapter", "peft")["notes"])
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder.absolute())
     assert "opened by PEFT, its logits equal those of the checkpoint's model" in notes
 
 

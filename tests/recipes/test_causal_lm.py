@@ -492,10 +492,9 @@ def test_unusable_folders_are_refused(tmp_path: Path, text: dict[str, Any], save
     for path in (tmp_path / "damaged").glob("*.safetensors"):
         path.write_bytes(b"x" * 50)
     assert_refused("cannot be read as safetensors", damaged.weights)
-    assert_refused(
-        "model.name = './nowhere': there is no such folder",
-        make_recipe(name="./nowhere", dataset={**text, "tokenizer": "bytes"}).prepare_data,
-    )
+    for path, near in (("a/deep/path", ""), (str(tmp_path / "damagd"), r" \(did you mean .*damaged\?\)")):
+        recipe = make_recipe(name=path, dataset={**text, "tokenizer": "bytes"})
+        assert_refused(f"model.name = '{path}': there is no such file or folder{near}; corr", recipe.prepare_data)
 
 
 def test_an_unreachable_hub_is_reported(text: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +504,8 @@ def test_an_unreachable_hub_is_reported(text: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr("shoal.data.hub._hub_answers", lambda url: False)
     recipe = make_recipe(name="nobody/nothing", dataset={**text, "tokenizer": "bytes"})
     assert_refused(
-        "model.name = 'nobody/nothing': it cannot be loaded: the Hugging Face Hub cannot be reached",
+        "model.name = 'nobody/nothing': no such folder is here, and the Hugging Face Hub cannot be reached; run "
+        "`hf download nobody/nothing --local-dir FOLDER` on a machine that reaches it, copy the folder, and give its ",
         recipe.prepare_data,
     )
 

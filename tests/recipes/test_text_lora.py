@@ -15,7 +15,8 @@ from pool import Pool
 from torch import Tensor, nn
 from verify.runs import failed, runner_on
 
-from shoal.checkpoint.export import _write_tokenizer, export
+from shoal.checkpoint.export import export
+from shoal.checkpoint.export_folders import _write_tokenizer
 from shoal.cli.data import _coloured
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
@@ -92,6 +93,7 @@ def test_a_memorised_model_gives_the_answers_and_stops(tmp_path: Path, capsys: p
     assert outcome.metrics["eval/loss"] < 0.05
     shown = re.findall(r"prompt: .*?\n?answer: +(.*?)\nreference: +(.*?)(?:\n|$)", outcome.preview, re.S)
     assert len(shown) == 3
+    assert "prompt:    user\nSay 0\nassistant\nanswer:    " in outcome.preview  # without the template's tokens
     assert all(answer == reference for answer, reference in shown), outcome.preview
     assert "<|im_end|>" not in outcome.preview
     report = (tmp_path / "out" / "report.txt").read_text()
@@ -131,17 +133,54 @@ def train_here(config: dict[str, Any]) -> tuple[str | None, float]:
     return outcome.preview, outcome.metrics["eval/loss"]
 
 
-def test_ranks_of_a_sharded_model_answer_alike(tmp_path: Path, pool2: Pool) -> None:
-    sections = {
-        "dataset": {"eval_fraction": 0.3, "packing": True},
-        "training": {"global_batch_size": 4, "batch_size": 2},
+FOUR_BIT = {"model": {"config": LLAMA, "load_in_4bit": True}, "lora": {"r": 4, "target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sections"),
+    [
+        ({"strategy": "fsdp"}, {}),
+        pytest.param({"strategy": "ddp"}, {}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp"}, FOUR_BIT, marks=pytest.mark.slow),
+        pytest.param({"strategy": "fsdp"}, FOUR_BIT, marks=pytest.mark.slow),
+        pytest.param({"strategy": "deepspeed", "zero_stage": 3}, {}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "mesh", "mesh": {"tp": 2}}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_the_prompts_of_a_preview(
+    strategy: dict[str, Any], sections: dict[str, Any], tmp_path: Path, pool2: Pool
+) -> None:
+    """They show the answers that a single process gives. Three prompts: the second rank has one less."""
+    if sections:
+        pytest.importorskip("bitsandbytes")
+    keys: dict[str, Any] = {
+        "dataset": {"eval_file": str(tmp_path / "facts.jsonl"), "packing": True},
+        "training": {"global_batch_size": 4, "batch_size": 2, "learning_rate": 1e-2},
     }
-    alone, loss = train_here(tree(tmp_path, **sections, experiment={"output_dir": str(tmp_path / "alone")}))
+    alone, loss = train_here({**tree(tmp_path, **keys, experiment={"output_dir": str(tmp_path / "alone")}), **sections})
     assert alone is not None
-    sharded = tree(tmp_path, **sections, distributed={"strategy": "fsdp"})
-    for preview, sharded_loss in pool2.run(train_here, sharded, init=False):
+    assert alone.count("reference: ") == 3
+    shared = {**tree(tmp_path, **keys, distributed=strategy), **sections}
+    for preview, shared_loss in pool2.run(train_here, shared, init=False):
         assert preview == alone
-        assert sharded_loss == pytest.approx(loss, rel=1e-5)
+        assert shared_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_each_rank_answers_some_prompts_by_as_many_forwards(tmp_path: Path) -> None:
+    recipe = make_recipe(check_run(tree(tmp_path, dataset={"eval_file": str(tmp_path / "facts.jsonl")})))
+    torch.manual_seed(0)
+    net = Counting(recipe.build_model().eval())
+
+    def texts_of(index: int, parts: int) -> list[str]:
+        net.calls = net.sequences = 0
+        return recipe.preview_texts(net, index, parts)
+
+    first, second, third = texts_of(0, 1)
+    calls = net.calls
+    for index, parts, expected in ((0, 2, [first, third]), (1, 2, [second]), (3, 4, [])):
+        assert texts_of(index, parts) == expected
+        assert net.calls == calls
+        assert net.sequences == calls * max(1, len(expected))
 
 
 @pytest.mark.slow
@@ -221,15 +260,16 @@ def test_packed_batches_are_counted_and_scored_as_samples(tmp_path: Path, attent
 
 
 class Counting(nn.Module):
-    """Counts the calls of a model."""
+    """Counts the calls of a model, and the sequences in all of them."""
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.config, self.calls = model, model.config, 0
+        self.model, self.config, self.calls, self.sequences = model, model.config, 0, 0
         self.set_attn_implementation = model.set_attn_implementation
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
         self.calls += 1
+        self.sequences += len(input_ids)
         return self.model(input_ids=input_ids, position_ids=position_ids, **options)
 
 
@@ -264,6 +304,20 @@ def test_shoal_data_shows_samples_and_figures(tmp_path: Path) -> None:
     assert re.search(r"^too long +0 truncated, 0 dropped \(too_long: truncate\)", shown.stdout, re.M)
     assert re.search(r"^ *\d+–\d+  █+ +\d+$", shown.stdout, re.M)
     assert not (tmp_path / "out").exists()
+
+
+def test_markers_that_are_no_tokens_are_warned_of(tmp_path: Path) -> None:
+    """A template of another model: its markers would be learnt as several tokens each."""
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(tree(tmp_path, training={"max_steps": 1})))
+    warning = "warning: dataset.chat_template = gemma: .* splits <start_of_turn>, <end_of_turn> into pieces, because"
+    for command in ("data", "train"):
+        shown = call_shoal(tmp_path, command, str(config), "dataset.chat_template=gemma")
+        assert shown.returncode == 0, shown.stderr
+        assert re.search(warning, shown.stdout + shown.stderr)
+    assert f"chat {tmp_path}/out" in shown.stdout  # how to talk to it
+    for fitting in ("dataset.chat_template=chatml", "dataset.format=alpaca"):
+        assert "warning" not in call_shoal(tmp_path, "data", str(config), fitting).stderr
 
 
 def test_counted_tokens_are_coloured_on_a_terminal() -> None:
@@ -336,3 +390,18 @@ def test_adapters_memorise_packed_instructions_and_shoal_chat_gives_the_answers(
     for record in facts(3):
         chat = Chat(tmp_path / "out", temperature=0, max_new_tokens=60)
         assert chat.answer(record["instruction"], lambda piece: None).endswith(f"\n{record['output']}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama31", "qwen3", "gemma", "mistral"])
+def test_a_memorised_model_stops_by_itself_in_every_template(kind: str, tmp_path: Path) -> None:
+    """With the token that ends a turn, which for Gemma is another than the one that ends a text."""
+    from shoal.training.chat import Chat
+
+    dataset = {"tokenizer": save_tokenizer(tmp_path, kind), "max_seq_length": 192}
+    training = {"max_steps": 250, "learning_rate": 5e-3, "batch_size": 8, "lr_scheduler": "constant"}
+    train(check_run(tree(tmp_path, dataset=dataset, training=training)))
+    for record in facts(3):
+        chat = Chat(tmp_path / "out", temperature=0, max_new_tokens=60)
+        answer = chat.answer(record["instruction"], lambda piece: None)
+        assert answer.removeprefix("<think>\n\n</think>\n\n").strip() == record["output"]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy, Loop
+from shoal.strategies.update import Update
 from shoal.tensors import local_part
 from shoal.types import Weights
 
@@ -268,3 +269,15 @@ def test_the_loss_scale_waits_for_the_last_optimizer(pool2: Pool, kind: str, exc
     expected = [(1.0, norm, 2.0**15), (0.0, norm, 2.0**15)]
     for seen in [two_optimizers("single", None), *pool2.run(two_optimizers, kind, exchange, init=False)]:
         assert seen == [pytest.approx(step, rel=1e-3) for step in expected]
+
+
+@pytest.mark.parametrize("length", [1e-3, 10.0])
+def test_gradients_are_clipped_as_by_clip_grad_norm(length: float) -> None:
+    """torch and DeepSpeed add 1e-6 to the norm; a norm of 0.001 would otherwise be clipped to 0.1% more."""
+    ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    for parameter in (ours, theirs):
+        parameter.grad = torch.full((4,), length / 2)
+    Update(torch.optim.SGD([ours], lr=1.0), None).step(max_norm=length / 2)
+    nn.utils.clip_grad_norm_([theirs], length / 2)
+    torch.optim.SGD([theirs], lr=1.0).step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -15,7 +15,7 @@ from training.test_optimizers import take_steps, training
 
 from shoal.checkpoint import open_checkpoint
 from shoal.errors import UserError
-from shoal.training.bitsandbytes_optimizers import CLASSES, optimizer_class
+from shoal.training.bitsandbytes_optimizers import CLASSES, MIN_PAGED_SIZE, has_unpaged, optimizer_class
 from shoal.training.optimizers import build_optimizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -67,3 +67,13 @@ def test_what_they_cannot_do_is_one_line(toy: ToyRun, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"adamw_8bit: the package bitsandbytes is missing; run `pip install shoal\["):
         toy.train("training.optimizer=adamw_8bit")
     optimizer_class.cache_clear()
+
+
+def test_state_that_is_not_paged_is_seen() -> None:
+    """On a GPU this stops the run; a CPU does not page."""
+    small, large = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(MIN_PAGED_SIZE))
+    for parameter, unpaged in ((small, False), (large, True)):
+        optimizer = optimizer_class("paged_adamw_32bit")([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert has_unpaged(optimizer) is unpaged

@@ -20,9 +20,9 @@ from shoal.training.trainer import RecipeBody
 HOME = str(Path(shoal.__file__).parent)
 FIRST, LAST = 10, 30  # between the ends of these two steps: no start-up, no line of the log, no checkpoint
 
-OWN_CALLS = 86  # 83 in Python 3.11, 13 of them to seed generators; fewer since 3.12, where a comprehension is no call
+OWN_CALLS = 86  # fewer since Python 3.12, where a comprehension is no call
 CALLBACK_CALLS = 30
-ALL_CALLS = 350  # 315 with torch 2.13, most of them in its optimizer; other versions differ by some
+ALL_CALLS = 300  # most of them are in torch's optimizer; other versions of torch differ by some
 
 
 def calls_per_step(toy: ToyRun, monkeypatch: pytest.MonkeyPatch, *keys: str) -> tuple[float, float]:

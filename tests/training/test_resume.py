@@ -369,7 +369,10 @@ def test_a_run_that_is_started_again_does_not_go_back_again(toy: ToyRun, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.hidden=17"], ["another model", "0.weight is [16, 1] in the file and [17, 1] in the model"]),
+        (
+            ["model.hidden=17"],
+            ["model.hidden = 17 (was 16): ", "another model: 0.bias is [16] in the file and [17] in"],
+        ),
         (["dataset.size=99"], ["dataset.size", "99", "103", "allow_changed"]),
         (["experiment.seed=1"], ["experiment.seed"]),
         (["training.batch_size=5"], ["training.global_batch_size", "5", "4"]),

@@ -67,3 +67,19 @@ def test_changed_code_of_a_recipe_is_warned_of(toy: ToyRun, change_recipe: Calla
     change_recipe("nn.Tanh()", "nn.ReLU()")
     toy.train("training.max_steps=3")
     assert "the recipe's file toy_recipe.py has changed since the checkpoint" in log.read_text()
+
+
+@pytest.mark.parametrize("where", ["prepare_data", "build_model"])
+def test_a_refused_start_leaves_no_run_folder(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], where: str
+) -> None:
+    refusal = f"    def {where}(self):\n        from shoal.errors import UserError\n        raise UserError('no')\n\n"
+    change_recipe("    def inputs(", f"{refusal}    def inputs(")
+    with pytest.raises(UserError, match="no"):
+        toy.train()
+    assert not toy.output.exists()
+    toy.output.mkdir()
+    (toy.output / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="no"):
+        toy.train()
+    assert (toy.output / "notes.txt").exists()

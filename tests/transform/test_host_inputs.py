@@ -59,3 +59,8 @@ def test_on_a_cpu_it_is_said_to_have_no_effect(toy: ToyRun) -> None:
 def test_what_does_not_fit_is_refused(toy: ToyRun, keys: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         toy.train(*keys)
+
+
+def test_a_device_without_copies_beside_the_computation_is_refused() -> None:
+    with pytest.raises(UserError, match=r"between a CUDA device and the host, and this run is on meta; leave it out"):
+        keep_inputs_on_host([], torch.device("meta"))

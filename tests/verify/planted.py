@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
-from shoal.config import Run
 from shoal.config.layout import Layout
 from shoal.processes.detect import detect
 from shoal.processes.world import World
@@ -31,7 +30,7 @@ from shoal.training import session
 from shoal.training.optimizers import build_optimizer
 from shoal.types import StepInfo, StepOutput
 from shoal.verify import trace as trace_module
-from shoal.verify.trace import Shared, Trace, trace
+from shoal.verify.trace import Trace, trace
 from shoal.weights.materialise import materialise
 
 
@@ -275,6 +274,41 @@ class Normed(Ragged):
         )
 
 
+class Jump(nn.Module):
+    """Has a derivative of 1 or 2, which the last bits of a number in fp32 decide; numbers in float64 have more bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_even = (x.detach() * 2**24).floor() % 2 == 0
+        return torch.where(is_even, x, 2 * x)
+
+
+class Jumping(Ragged):
+    """Has gradients that jump by rounding errors, as those of ReLU and max-pooling seldom do, after a BatchNorm."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(13, 16), nn.Flatten(), nn.BatchNorm1d(96), Jump(), nn.Unflatten(1, (6, 16)), nn.Linear(16, 13)
+        )
+
+
+class Stubborn(Jumping):
+    """Cannot compute in float64."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.append(InSingle())
+        return model
+
+
+class InSingle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() @ self.weight
+
+
 class Mixing(Ragged):
     """Has a BatchNorm that keeps no running statistics, so that it mixes samples in every mode."""
 
@@ -345,6 +379,28 @@ def _no_all_reduce(state, bucket):  # type: ignore[no-untyped-def]
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _sum_without_last_rank(state, bucket):  # type: ignore[no-untyped-def]
+    buffer = bucket.buffer()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        buffer.zero_()
+    dist.all_reduce(buffer)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _one_step_ahead(step: Any) -> Any:
+    """Lets AdamW correct its averages as if it had made one more step."""
+
+    def step_ahead(self: Update, *args: Any) -> StepInfo:
+        for slots in self.optimizer.state.values():
+            if "step" in slots:
+                slots["step"] += 1
+        return step(self, *args)
+
+    return step_ahead
 
 
 def _step_without_clipping(step: Any) -> Any:
@@ -452,16 +508,18 @@ def _compute_twice(forward_backward: Any) -> Any:
     return twice
 
 
-def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_with(bug: str, *args: Any) -> Trace:
     """Traces the run while a bug is planted in its strategy."""
     patches = {
         "forgotten 1/accumulation": lambda: patch.object(DistributedStrategy, "_sum", _count_of_first_micro_batch),
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
+        "one rank's gradient lost": lambda: patch.object(ddp, "_sum_over_ranks", _sum_without_last_rank),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
         "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
         "decay twice": lambda: _with_other_groups(weight_decay=2),
         "no decay": lambda: _with_other_groups(weight_decay=0),
         "wrong betas": lambda: _with_other_groups(betas=0.98),
+        "wrong bias correction": lambda: patch.object(Update, "step", _one_step_ahead(Update.step)),
         "learning rate 1% too high": lambda: _with_other_groups(initial_lr=1.01, lr=1.01),
         "loss scale stays": lambda: patch.object(Update, "step", _with_scaled_gradients(Update.step)),
         "optimizer state lost": lambda: patch.object(
@@ -486,7 +544,7 @@ def trace_with(bug: str, run: Run, steps: int, shared: Shared | None, adamw: boo
         "gathers everything": lambda: patch.object(trace_module, "from_config", _gather_everything),
     }
     with patches[bug]():
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
 class TrainedNorms(CausalLMRecipe):

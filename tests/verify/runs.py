@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.verify import Verdict
 from shoal.verify.trace import Shared, Trace, trace
 
-Tracer = Callable[[Run, int, Shared | None, bool], Trace]
+Tracer = Callable[[Run, int, Shared | None, bool, bool], Trace]
 
 with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 """Runs a test twice: with SGD only, and in the slow tier also with AdamW, which takes nearly twice as long.
@@ -25,14 +25,14 @@ with_adamw = pytest.mark.parametrize("adamw", [False, pytest.param(True, marks=p
 Tests without this mark train with AdamW in the default tier, too; each kind of layout has one.
 """
 
-_references: dict[tuple[str, int, bool], Trace] = {}
+_references: dict[tuple[str, int, bool, bool], Trace] = {}
 
 
-def reference(run: Run, steps: int, adamw: bool) -> Trace:
+def reference(run: Run, steps: int, adamw: bool, in_float64: bool) -> Trace:
     """Returns the trace of the run on one device. Tests with the same run share one trace."""
-    key = json.dumps(run.tree(), sort_keys=True, default=str), steps, adamw
+    key = json.dumps(run.tree(), sort_keys=True, default=str), steps, adamw, in_float64
     if key not in _references:
-        _references[key] = trace(run, steps, None, adamw)
+        _references[key] = trace(run, steps, None, adamw, in_float64)
     return _references[key]
 
 
@@ -42,13 +42,13 @@ def runner_on(pool: Pool, tracer: Tracer = trace, adamw: bool = True) -> Any:
     Runs on one device are traced in this process, without `tracer`: a test may give a tracer with a bug in it.
     """
 
-    def run_layout(run: Run, procs: int, steps: int, shared: Shared | None) -> list[Trace]:
+    def run_layout(run: Run, procs: int, steps: int, shared: Shared | None, in_float64: bool) -> list[Trace]:
         if shared is None:
-            return [reference(run, steps, adamw)]
+            return [reference(run, steps, adamw, in_float64)]
         if procs == 1:
-            return [trace(run, steps, shared, adamw)]
+            return [trace(run, steps, shared, adamw, in_float64)]
         try:
-            return pool.run(tracer, run, steps, shared, adamw, init=False)
+            return pool.run(tracer, run, steps, shared, adamw, in_float64, init=False)
         except WorkerFailure as failure:  # `shoal verify` gets a UserError from its processes as it was raised
             if refusal := re.match(r"rank \d+ raised UserError: (.*)\n", str(failure)):
                 raise UserError(refusal[1]) from failure

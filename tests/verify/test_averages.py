@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pool import Pool
 
 from shoal.config import Run, check_run
 from shoal.verify import prove
-from shoal.verify.trace import Shared, Trace, trace
+from shoal.verify.trace import Trace, trace
 from verify.runs import failed, ragged, runner_on
 
 ONE_MICRO_BATCH = {"global_batch_size": 8, "batch_size": 4}
@@ -25,12 +27,12 @@ def test_the_averages_of_callbacks_are_proved(pool2: Pool) -> None:
         assert [check.name for check in verdict.checks].count("callbacks") == 1
 
 
-def trace_without_average(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_without_average(*args: Any) -> Trace:
     from shoal.callbacks.average import Average
 
     update, Average.update = Average.update, lambda self, weight: None  # type: ignore[method-assign]
     try:
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
     finally:
         Average.update = update  # type: ignore[method-assign]
 

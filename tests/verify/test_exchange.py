@@ -16,7 +16,7 @@ from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.parallel.compression.local_sgd import LocalSGD
 from shoal.parallel.compression.wire import Wire
 from shoal.verify import exit_code, prove
-from shoal.verify.trace import Shared, Trace, trace
+from shoal.verify.trace import Trace, trace
 from verify.runs import failed, ragged, runner_on
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -63,12 +63,12 @@ def test_a_config_without_it_has_no_such_row() -> None:
         prove(with_exchange(), 2, ["exchange"])
 
 
-def trace_without_residuals(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_without_residuals(*args: Any) -> Trace:
     with patch.object(CompressedExchange, "_with_residual", lambda self, name, gradient, scale: gradient.float()):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
-def trace_averaging_twice(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_averaging_twice(*args: Any) -> Trace:
     gather = Wire.all_gather
 
     def halved(self: Wire, tensor: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ def trace_averaging_twice(run: Run, steps: int, shared: Shared | None, adamw: bo
         return gathered
 
     with patch.object(Wire, "all_gather", halved):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
-def trace_with_wrong_average(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_with_wrong_average(*args: Any) -> Trace:
     mean = LocalSGD._mean
     with patch.object(LocalSGD, "_mean", lambda self, wire=None: {name: 2 * t for name, t in mean(self).items()}):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
 @pytest.mark.parametrize(

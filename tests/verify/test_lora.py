@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lora.test_added_tokens import save_base
 from pool import Pool
 
 from shoal.config import Run, check_run
+from shoal.config.layout import check_layout
+from shoal.errors import UserError
 from shoal.verify import prove
 from verify.runs import failed, llama, runner_on
 
@@ -18,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 ALL_LINEAR = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 DORA = {**ALL_LINEAR, "use_dora": True}
+TP = {"strategy": "mesh", "mesh": {"tp": 2}}
 KINDS = [pytest.param(ALL_LINEAR, id="lora"), pytest.param(DORA, id="dora")]
 
 
@@ -94,3 +98,55 @@ def test_a_stage_without_adapters_and_modules_that_are_trained_whole(tmp_path: P
     run = adapted(tmp_path, lora, global_batch_size=7, gradient_accumulation=2)
     for verdict in prove(run, 2, ["tp", "fsdp"], steps=2, runner=runner_on(pool2, adamw=False)):
         assert failed(verdict).keys() <= {"parameter bytes", "matmul FLOPs"}, verdict.layout
+
+
+def with_new_tokens(tmp_path: Path, lora: dict[str, Any] | None, tied: bool) -> Run:
+    """Returns a run on a base that gets two more tokens; an odd number of tokens in all, which two ranks share."""
+    base = save_base(tmp_path.parent, tied)
+    tree = llama(tmp_path, global_batch_size=7, gradient_accumulation=2).tree()
+    tree["model"] = {"name": str(base), "added_tokens": ["squared", " is "]}
+    tree["dataset"]["tokenizer"] = str(base)
+    return check_run({**tree, **({"lora": lora} if lora else {})})
+
+
+ROWS = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": "added"}
+
+
+def test_new_tokens_in_two(tmp_path: Path, pool2: Pool) -> None:
+    """All rows are trained; the vocabulary is split by tensor parallelism."""
+    run = with_new_tokens(tmp_path, None, tied=True)
+    for verdict in prove(run, 2, ["fsdp", "tp"], steps=2, runner=runner_on(pool2, adamw=False)):
+        assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("lora", [None, ROWS], ids=["all rows", "new rows"])
+def test_new_tokens_in_all_layouts(tmp_path: Path, pool2: Pool, lora: dict[str, Any] | None, tied: bool) -> None:
+    run = with_new_tokens(tmp_path, lora, tied)
+    layouts = ["ddp", "fsdp", "fsdp_shard_grad_op", "tp", "cp", "zero_1", "zero_2", "zero_3", *([] if tied else ["pp"])]
+    for verdict in prove(run, 2, layouts, steps=2, runner=runner_on(pool2, adamw=False)):
+        wrong = failed(verdict)
+        if lora is not None and verdict.layout == "tp":  # each rank has the whole embedding and head
+            wrong = {key: why for key, why in wrong.items() if key not in ("parameter bytes", "matmul FLOPs")}
+        assert wrong == {}, verdict.layout
+        assert verdict.left_out == ""
+
+
+@pytest.mark.slow
+def test_experts_in_all_layouts(tmp_path: Path, pool2: Pool) -> None:
+    folder = tmp_path / "mixtral"
+    tree = llama(tmp_path, global_batch_size=7, gradient_accumulation=2).tree()
+    sizes = {key: value for key, value in tree["model"]["config"].items() if key != "model_type"}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    tree["model"] = {"name": str(folder)}
+    tree["dataset"]["tokenizer"] = "bytes"
+    lora = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    run = check_run({**tree, "lora": lora})
+    for verdict in prove(run, 2, ["ddp", "fsdp", "pp", "zero_2", "zero_3"], steps=2, runner=runner_on(pool2)):
+        assert failed(verdict) == {}, verdict.layout
+        assert verdict.left_out == ""
+    with pytest.raises(UserError, match=r"does not split the adapters of lora.target_parameters"):
+        check_layout(check_run({**run.tree(), "distributed": TP}).config, run.make_recipe(), 2, 2)

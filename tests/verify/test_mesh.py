@@ -14,7 +14,7 @@ from shoal.config import Run
 from shoal.config.layout import check_layout
 from shoal.errors import UserError
 from shoal.verify import prove
-from shoal.verify.trace import Shared, Trace, trace
+from shoal.verify.trace import Trace, trace
 from verify.planted import trace_with
 from verify.runs import bdh, failed, llama, on_text, runner_on, with_adamw
 
@@ -127,16 +127,16 @@ def test_other_models(tmp_path: Path, pool2: Pool, keys: dict[str, Any], adamw: 
         assert verdict.outcome == ("other work" if capped else "same")
 
 
-def trace_without_sums(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_without_sums(*args: Any) -> Trace:
     """Traces a run in which each rank takes its part of a gradient for the sum."""
     with patch("shoal.parallel.tensor.tensor_parallel.sum_gradients", lambda tensor, group: tensor):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
-def trace_with_all_heads_swapped(run: Run, steps: int, shared: Shared | None, adamw: bool) -> Trace:
+def trace_with_all_heads_swapped(*args: Any) -> Trace:
     """Traces a run in which ranks attend only to their own tokens."""
     with patch("shoal.parallel.context.ulysses.swap", lambda tensor, split, join, group: tensor):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
 @pytest.mark.parametrize(

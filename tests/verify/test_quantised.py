@@ -12,7 +12,7 @@ from pool import Pool
 from shoal.config import Run
 from shoal.verify import prove
 from shoal.verify.compare import _packed
-from shoal.verify.trace import Trace
+from shoal.verify.trace import Trace, trace
 from verify.runs import failed, on_text, runner_on
 
 pytest.importorskip("bitsandbytes")
@@ -72,3 +72,33 @@ def test_half_precision_and_less_memory(pool2: Pool, tmp_path: Path, precision: 
     training = {"mixed_precision": precision, "activation_checkpointing": "full", "loss_chunks": 2}
     run = quantised(tmp_path, training=training, load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
     prove_all(pool2, run, ["fsdp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_4_bits_in_two_replicas_of_two_shards(pool4: Pool, tmp_path: Path, storage: str) -> None:
+    """Packed weights are sharded within each replica."""
+    run = quantised(tmp_path, load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=storage)
+    (verdict,) = prove(run, 4, ["fsdp_hybrid"], runner=runner_on(pool4))
+    assert failed(verdict) == {}
+    details = {check.name: check.detail for check in verdict.checks}
+    assert details["quantised weights"] == "14 layers with 4.00 bits a weight, besides their scales"
+    assert details["parameter bytes"].startswith("0.50")
+
+
+def trace_offloaded(run: Run, steps: int, shared: Any, adamw: bool) -> Trace:
+    """Traces a run whose parameters fully_shard offloads as for `cpu_offload: true`, which needs a GPU; here it moves
+    them from the host to the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.strategies.engines.fsdp.OffloadPolicy", lambda: CPUOffloadPolicy(pin_memory=False))
+        return trace(run, steps, shared, adamw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_4_bits_are_offloaded(pool2: Pool, tmp_path: Path, storage: str) -> None:
+    run = quantised(tmp_path, load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=storage)
+    for verdict in prove(run, 2, ["fsdp"], runner=runner_on(pool2, trace_offloaded)):
+        assert failed(verdict) == {}

@@ -116,7 +116,7 @@ def test_the_update_of_an_offloaded_optimizer_is_checked(pool2: Pool, stage: int
     assert {check.name for check in verdict.checks} >= UPDATE_CHECKS
 
 
-def muon_of_parts(run: Any, steps: int, shared: Any, adamw: bool) -> Any:
+def muon_of_parts(*args: Any) -> Any:
     """Orthogonalizes what each rank has of a matrix by itself, which SGD and AdamW cannot show."""
     change = Muon._change
 
@@ -124,7 +124,7 @@ def muon_of_parts(run: Any, steps: int, shared: Any, adamw: bool) -> Any:
         return change(self, direction, nn.Parameter(parameter.detach()), lr)  # which is no part of anything
 
     with patch.object(Muon, "_change", change_of_part):
-        return trace(run, steps, shared, adamw)
+        return trace(*args)
 
 
 @pytest.mark.parametrize("tracer", [trace, muon_of_parts])

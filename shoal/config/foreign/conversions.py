@@ -6,7 +6,7 @@ Values of a wrong type pass as they are, so that the check of our own keys refus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from shoal.config.foreign.rules import Convert, Idle, Refused, Rule
 
@@ -31,13 +31,13 @@ def by_name(names: Mapping[str, Any], otherwise: Convert | None = None) -> Conve
     """Returns a conversion of texts by their names, in lower case; other values pass."""
 
     def convert(value: Any, section: Section) -> Any:
-        key = value.lower() if isinstance(value, str) else "no" if value is False else None
+        key = value.lower() if isinstance(value, str) else "no" if value is False else ""
         return names[key] if key in names else otherwise(value, section) if otherwise else value
 
     return convert
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Returns whether a value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -215,7 +215,9 @@ def from_guide(tree: Tree, sources: Sources) -> tuple[Tree, Sources, tuple[Remar
     """Returns a guide in our words, and its keys that change nothing. Raises UserError for the first that shoal cannot
     follow."""
     as_they_are = {f"{key}.*": Rule(f"{key}.*") for key in tree}
-    words = {name: WORDS[name] for name in ("fsdp", "deepspeed") if name in tree and not is_section(tree[name])}
+    words: dict[str, Rule] = {
+        name: WORDS[name] for name in ("fsdp", "deepspeed") if name in tree and not is_section(tree[name])
+    }
     result = translate(tree, sources, {**as_they_are, **RULES, **words})
     if result.refused:
         raise UserError(str(result.refused[0]) + (f" (and {len(more)} more)" if (more := result.refused[1:]) else ""))

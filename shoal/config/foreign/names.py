@@ -96,7 +96,7 @@ def optimizer(section: Mapping[str, Any]) -> dict[str, Any] | Refused:
     if isinstance(theirs, str) and theirs in REFUSED_OPTIMIZERS:
         return Refused(REFUSED_OPTIMIZERS[theirs])
     ours = OPTIMIZERS.get(theirs, theirs) if isinstance(theirs, str) else theirs
-    options = {"name": ours}
+    options: dict[str, Any] = {"name": ours}
     if ours in WITH_BETAS:
         options["betas"] = [_given(section, "adam_beta1", 0.9), _given(section, "adam_beta2", 0.999)]
     if ours in WITH_EPS:
@@ -123,7 +123,7 @@ def schedule(section: Mapping[str, Any]) -> Any:
     ours, given = SCHEDULES.get(theirs, theirs), section.get("lr_scheduler_kwargs") or {}
     if not isinstance(given, Mapping):
         return Refused("lr_scheduler_kwargs should be a section of `key: value` lines")
-    options = {"name": ours}
+    options: dict[str, Any] = {"name": ours}
     for key, value in given.items():
         if key in ("min_lr", "lr_end") and ours in ("cosine", "polynomial"):
             rate = _given(section, "learning_rate", 5e-5)

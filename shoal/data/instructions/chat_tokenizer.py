@@ -4,8 +4,10 @@ every token in the text."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from numpy.typing import NDArray
 
 from shoal.data.hub import hub
 from shoal.data.instructions.templates import TEMPLATES
+from shoal.data.tokenizer import add_tokens, refuse_bytes
 from shoal.errors import UserError, one_line
 
 Encoded = tuple[list[int], list[tuple[int, int]]]
 """Token ids, and for each the range of characters that it stands for."""
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>|</?[A-Za-z_]+>|\[/?[A-Z_]+\]")
+"""What markers of turns look like: <|im_end|>, <end_of_turn>, </s>, [/INST]."""
 
 
 class ChatTokenizer:
@@ -52,6 +57,22 @@ class ChatTokenizer:
         starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         return list(whole[: starts[0]]) if starts else []
 
+    @cached_property
+    def split_markers(self) -> list[str]:
+        """The markers that the template puts around turns, such as <|im_end|>, which are several tokens and not one."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            text = "" if self.template is None else self.render(turns)
+        except ValueError:  # a template that needs more than these turns
+            return []
+        _, places = self.encode_with_places(text)
+        found = {marker[0]: marker.span() for marker in _MARKER.finditer(text)}
+        return [
+            marker
+            for marker, (start, end) in found.items()
+            if sum(first < end and last > start for first, last in places) > 1
+        ]
+
     def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
         """Returns the text of a conversation; with `prompt`, also the beginning of the next assistant turn.
 
@@ -82,12 +103,29 @@ class ChatTokenizer:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
 
+    def decode_lines(self, ids: Iterable[int]) -> str:
+        """Returns a text for people to read: special tokens end a line, and are left out."""
+        marks = {*self._tokenizer.convert_tokens_to_ids([*self.special_tokens])}
+        runs = groupby(map(int, ids), key=marks.__contains__)
+        lines = (self.decode(run, skip_special_tokens=True).strip() for is_mark, run in runs if not is_mark)
+        return "\n".join(filter(None, lines))
+
     def encode(self, text: str | bytes) -> NDArray[Any]:
         text = text.decode() if isinstance(text, bytes) else text
         return np.array(self.encode_with_places(text)[0], np.int64)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+
+def with_added_tokens(tokenizer: ChatTokenizer, tokens: Sequence[str]) -> ChatTokenizer:
+    """Returns the tokenizer with new tokens (`model.added_tokens`)."""
+    if not tokens:
+        return tokenizer
+    if tokenizer.name == "bytes":
+        refuse_bytes(tokens)
+    add_tokens(tokenizer._tokenizer, tokens)
+    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer.template)
 
 
 def resolve_template(value: str | None) -> str | None:

@@ -121,10 +121,10 @@ class InstructionDataset(BaseModel):
         """Returns the folder with the tokens."""
         return Path(self.cache_dir or os.environ.get("SHOAL_CACHE") or "~/.cache/shoal").expanduser() / "instructions"
 
-    def reference(self) -> Path:
-        """Returns the path of the file that lists the prepared files of this config."""
+    def reference(self, tokenizer_identity: str) -> Path:
+        """Returns the path of the file that lists the prepared files of this config and this tokenizer."""
         unrelated = {"cache_dir", "preprocessing_num_workers", "pad_to_max", "preview_prompts", "preview_tokens"}
-        identity = json.dumps([self.model_dump(exclude=unrelated), os.getcwd()])  # noqa: PTH109
+        identity = json.dumps([self.model_dump(exclude=unrelated), os.getcwd(), tokenizer_identity])  # noqa: PTH109
         return self.cache_folder() / f"{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}.json"
 
 

@@ -26,6 +26,21 @@ def describe_data(prepared: Prepared) -> str:
     return "; ".join([", ".join(parts), ", ".join(_settings(prepared)), *shares])
 
 
+def data_warnings(prepared: Prepared, tokenizer: ChatTokenizer) -> list[str]:
+    """Returns a warning if the chat template has markers that the tokenizer does not know."""
+    formats = {one["format"] for one in prepared.summaries("train")}
+    split = tokenizer.split_markers
+    if not split or formats <= {"text", "prompt_completion"}:
+        return []
+    given = prepared.config.chat_template
+    key = "dataset.chat_template" if given is None else f"dataset.chat_template = {_template_name(given)}"
+    return [
+        f"{key}: the tokenizer {tokenizer.name!r} splits {', '.join(split)} into pieces, because they are no tokens of "
+        "its own, and the model has learnt nothing about them; use the template that belongs to the model, or one "
+        "without such markers, such as alpaca"
+    ]
+
+
 def _settings(prepared: Prepared) -> list[str]:
     """Returns how records became samples."""
     config = prepared.config

@@ -28,7 +28,7 @@ class Exchange:
         end = self.reference[-1]
         stopped = end in answer
         kept = [*answer][: [*answer].index(end)] if stopped else [*answer]
-        prompt = _shorten(tokenizer.decode(self.prompt.tolist(), skip_special_tokens=True), keep_end=True)
+        prompt = _shorten(tokenizer.decode_lines(self.prompt.tolist()), keep_end=True)
         shown = _shorten(tokenizer.decode(kept, skip_special_tokens=True))
         reference = _shorten(tokenizer.decode(self.reference, skip_special_tokens=True))
         return f"prompt:    {prompt}\nanswer:    {shown}{'' if stopped else ' …'}\nreference: {reference}"

@@ -114,7 +114,7 @@ def prepare_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -
         if config.packing:
             for side in (side for side in names if names[side]):
                 Prepared(config, tokenizer.filler, names).write_packs(side)
-        with locked(config.reference()), atomic_write(config.reference()) as file:
+        with locked(config.reference(tokenizer.identity)), atomic_write(config.reference(tokenizer.identity)) as file:
             file.write(json.dumps(names).encode())
     except OSError as error:
         raise UserError(
@@ -183,8 +183,7 @@ def _write_set(
         samples = arrays["bounds"].length - 1
         if not samples:
             named = ", ".join(file.name for file in files)
-            why = f"all {counts.dropped} samples were too long" if counts.dropped else f"no record is {part}"
-            raise UserError(f"{key} = {named}: no sample is left ({why}); give more records or change the limits")
+            raise UserError(f"{key} = {named}: no sample is left ({_why_none_is_left(counts, config, part)}")
         for array in arrays.values():
             array.finish()
     done = {
@@ -197,6 +196,14 @@ def _write_set(
     }
     with atomic_write(summary) as file:
         file.write(json.dumps(done).encode())
+
+
+def _why_none_is_left(counts: Counts, config: InstructionDataset, part: str) -> str:
+    """Returns why a set has no samples, and what to do about it, as the end of a message."""
+    if counts.dropped:
+        return f"all {counts.dropped} samples were too long); raise dataset.max_seq_length, or change dataset.too_long"
+    side = "held out for evaluation" if part == "held out" else "left to train on"
+    return f"dataset.eval_fraction = {config.eval_fraction}: no record is {side}); change it, or give more records"
 
 
 def _with_format(file: RecordFile, format: str, formats: dict[str, None]) -> Iterator[tuple[Record, str]]:
@@ -309,6 +316,6 @@ class Prepared:
 
 def open_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -> Prepared:
     """Returns what was prepared; prepares it first if it is not in the cache."""
-    if not config.reference().exists():
+    if not config.reference(tokenizer.identity).exists():
         prepare_instructions(config, tokenizer)
-    return Prepared(config, tokenizer.filler, json.loads(config.reference().read_text()))
+    return Prepared(config, tokenizer.filler, json.loads(config.reference(tokenizer.identity).read_text()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.data.hub import hub
 from shoal.data.instructions.config import DataSource
-from shoal.data.local_files import READERS
+from shoal.data.local_files import READERS, looks_like_path, near_names
 from shoal.errors import UserError, one_line
 
 _SHAREGPT_ROLES = {
@@ -88,8 +88,8 @@ def open_records(key: str, source: DataSource) -> RecordFile:
         return RecordFile(name, [path], "", lambda: _read_json(key, path))
     if path.is_file() and suffix not in READERS:
         raise UserError(f"{key} = {name!r}: records are read from {', '.join(READERS)}; convert the file")
-    if not path.exists() and (name.startswith(("/", "./", "../", "~")) or suffix in {*READERS, ".txt"}):
-        raise UserError(f"{key} = {name!r}: no such file; correct the path")
+    if not path.exists() and (looks_like_path(name) or suffix in {*READERS, ".txt"}):
+        raise UserError(f"{key} = {name!r}: no such file{near_names(name)}; correct the path")
     with hub(key, name, "datasets", local=path.exists()) as datasets:
         if path.is_file():
             builder = datasets.load_dataset_builder(READERS[suffix], source.config, data_files=str(path))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+import shoal
 from shoal.config import Run
-from shoal.errors import UserError, one_line
+from shoal.config.run import DEFAULT, source_of
+from shoal.config.yaml import flatten
+from shoal.errors import UserError, one_line, printable
 from shoal.launch.targets import Launch
 from shoal.launch.targets.checks import check_layout_of
 from shoal.launch.targets.manifests import Manifest, manifests
@@ -23,6 +30,8 @@ def submit(run: Run, launch: Launch, dry_run: bool) -> int:
     """Creates the objects of a run, or only prints them; returns the exit code for the user's shell."""
     objects = manifests(run)
     check_layout_of(run)
+    for warning in local_files(run):
+        print(f"shoal: warning: {printable(warning)}", file=sys.stderr)
     if dry_run:
         print(render(objects), end="")
         return 0
@@ -40,6 +49,38 @@ def submit(run: Run, launch: Launch, dry_run: bool) -> int:
     print("its state   ", f"kubectl --namespace {namespace} get {plural} {name}")
     print("stop it     ", f"kubectl --namespace {namespace} delete {plural} {name}", flush=True)
     return 0
+
+
+def local_files(run: Run) -> list[str]:
+    """Returns a warning for each value of the config that is a file or folder of this machine: pods have the image,
+    the claim and `launch.kubernetes.files`. They may have the same path, so it is not refused."""
+    kubernetes, warnings = run.config.launch.kubernetes, []
+    for key, value in flatten(run.tree()).items():
+        is_set = source_of(key, run.sources) != DEFAULT and not key.startswith(("launch.", "experiment."))
+        for text in value if isinstance(value, list) else [value]:
+            if is_set and isinstance(text, str) and _is_path(text) and not _is_in(text, kubernetes.claim_path):
+                warnings.append(
+                    f"{key} = {text!r} is on this machine; pods find it only if the image has it at this path; put it "
+                    f"into the image, or into the claim and name it below {kubernetes.claim_path}"
+                )
+    source = Path(inspect.getfile(run.recipe_type))
+    is_installed = source.is_relative_to(Path(shoal.__file__).parent) or "site-packages" in source.parts
+    if not is_installed and source.name not in [Path(file).name for file in kubernetes.files]:
+        warnings.append(
+            f"recipe = {run.config.recipe}: it is in {source.name} on this machine; pods find it only if the image has "
+            f"it; add it to launch.kubernetes.files, or put it into the image"
+        )
+    return warnings
+
+
+def _is_path(text: str) -> bool:
+    with suppress(OSError, ValueError):  # such as a text that is too long for a name
+        return bool(text) and Path(text).exists()
+    return False
+
+
+def _is_in(text: str, folder: str) -> bool:
+    return Path(text).is_relative_to(folder)
 
 
 _POD_LABEL = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from shoal.errors import UserError
 from shoal.types import ParallelPlan
 
+WrapPolicy = Callable[..., bool]
+"""A policy as torch's first FSDP takes it, with the keywords module, recurse and nonwrapped_numel."""
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 SENT_DTYPES = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -24,13 +27,16 @@ def choose_units(
     policy: str | None = None,
     min_num_params: int | None = None,
     classes: Sequence[str] | None = None,
+    torch_policy: WrapPolicy | None = None,
 ) -> list[str]:
     """Returns the names of the units in the order of the model. Parameters outside of them form the root's unit.
 
     Without a policy these are the plan's embedding, blocks and head. A module that shares a parameter with another part
     of the model cannot be a unit, since each parameter belongs to one unit; nor can a module without parameters.
     """
-    if classes is not None:
+    if torch_policy is not None:
+        found = _of_torch_policy(model, torch_policy)
+    elif classes is not None:
         found = _of_classes(model, classes)
     elif policy == "size_based":
         found = _of_size(model, min_num_params or DEFAULT_MIN_NUM_PARAMS)
@@ -42,7 +48,7 @@ def choose_units(
             )
         found = [name for name in (plan.embed, *plan.blocks, plan.head) if name]
     units = [name for name in found if _can_stand_alone(model, name)]
-    if found and not units and (classes is not None or policy):
+    if found and not units and (classes is not None or policy or torch_policy):
         raise UserError(
             "distributed.fsdp: none of the modules that wrap_classes or auto_wrap_policy chose has parameters of its "
             "own, so none can be a unit; leave it out to gather the whole model at once"
@@ -114,6 +120,40 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
             hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(sorted(there))}"
             raise UserError(f"distributed.fsdp.wrap_classes names {name!r}, which is no class in the model; {hint}")
     return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
+
+
+def _of_torch_policy(model: nn.Module, policy: WrapPolicy) -> list[str]:
+    """Returns the modules that a policy of torch's first FSDP chooses, asked in the order in which that asks.
+
+    A policy is asked whether to look into a module, then, with the number of parameters that no unit inside has taken,
+    whether the module is a unit. The model itself is not asked: it is the root in any case.
+    """
+    found: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Returns how many parameters are in units."""
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        taken = sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        if not name or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            return taken
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # which nobody calls, so nothing would gather them
+            found.append(name)
+        return numel
+
+    visit("", model)
+    if not found:
+        raise UserError(
+            f"auto_wrap_policy = {_say_policy(policy)}: it chooses no module of the model as a unit; change it, or "
+            "leave it out to take the model's blocks"
+        )
+    return [name for name, _ in model.named_modules() if name in found]
+
+
+def _say_policy(policy: WrapPolicy) -> str:
+    function = policy.func if isinstance(policy, partial) else policy
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _of_size(model: nn.Module, least: int) -> list[str]:

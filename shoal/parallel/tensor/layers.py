@@ -15,8 +15,12 @@ On one process, or without `distributed.mesh.tp`, they are ordinary layers. `Mes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shoal.errors import UserError
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -24,11 +28,22 @@ class ColumnParallelLinear(nn.Linear):
 
     tensor_style = "column"
 
+    def __init__(self, in_features: int, out_features: int, world_size: int | None = None, **options: Any):
+        """`world_size` is the number of ranks that share the layer, which the mesh has to have. It may be left out:
+        the mesh decides. `options` are those of nn.Linear: bias, device, dtype."""
+        super().__init__(in_features, out_features, **options)
+        self.world_size = _checked_size(self, world_size, out_features, "out_features")
+
 
 class RowParallelLinear(nn.Linear):
     """A Linear of which every rank has some inputs; its output is the sum over ranks, on all ranks."""
 
     tensor_style = "row"
+
+    def __init__(self, in_features: int, out_features: int, world_size: int | None = None, **options: Any):
+        """The arguments are those of ColumnParallelLinear."""
+        super().__init__(in_features, out_features, **options)
+        self.world_size = _checked_size(self, world_size, in_features, "in_features")
 
 
 class TensorParallelAttention(nn.Module):
@@ -39,20 +54,31 @@ class TensorParallelAttention(nn.Module):
 
     tensor_style = "region"
 
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        world_size: int | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+    ):
+        """`world_size` is the number of ranks that share the heads, which the mesh has to have; it may be left out."""
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
-        if width % num_heads or num_heads % num_kv_heads:
+        if hidden_size % num_heads or num_heads % num_kv_heads:
             raise ValueError(
-                f"TensorParallelAttention: {num_heads} heads have to divide the width {width} and be a multiple of "
-                f"the {num_kv_heads} key/value heads"
+                f"TensorParallelAttention: {num_heads} heads have to divide the width {hidden_size} and be a multiple "
+                f"of the {num_kv_heads} key/value heads"
             )
-        self.head_dim = width // num_heads
+        self.world_size = _checked_size(self, world_size, num_kv_heads, "key/value heads")
+        self.head_dim = hidden_size // num_heads
         self.group_size = num_heads // num_kv_heads
-        self.q_proj = ColumnParallelLinear(width, width, bias=bias)
-        self.k_proj = ColumnParallelLinear(width, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = ColumnParallelLinear(width, num_kv_heads * self.head_dim, bias=bias)
-        self.o_proj = RowParallelLinear(width, width, bias=bias)
+        kv_size = num_kv_heads * self.head_dim
+        self.q_proj = ColumnParallelLinear(hidden_size, hidden_size, world_size, bias=bias)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_size, world_size, bias=bias)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_size, world_size, bias=bias)
+        self.o_proj = RowParallelLinear(hidden_size, hidden_size, world_size, bias=bias)
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
         """Takes and returns (batch, time, width)."""
@@ -66,3 +92,27 @@ class TensorParallelAttention(nn.Module):
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _checked_size(layer: nn.Module, world_size: Any, number: int, what: str) -> int | None:
+    """Returns the world size of a layer; refuses one that does not divide what is split, and other arguments."""
+    name = type(layer).__name__
+    if isinstance(world_size, bool) or not isinstance(world_size, int | None):
+        raise TypeError(f"{name}: the third argument, {world_size!r}, is the world size; write bias={world_size!r}")
+    if world_size is not None and (world_size < 1 or number % world_size):
+        raise UserError(f"{name}(world_size={world_size}): it does not divide the {number} {what}; change one of them")
+    return world_size
+
+
+def check_world_sizes(model: nn.Module, ranks: int) -> None:
+    """Refuses layers that were built for another number of tensor-parallel ranks than the mesh has."""
+    for name, module in model.named_modules():
+        size = module.world_size if isinstance(module, _LAYERS) else None
+        if size not in (None, ranks):
+            raise UserError(
+                f"{name or 'the model'}: {type(module).__name__}(world_size={size}), but the mesh has tp = {ranks}; "
+                f"use MeshStrategy(mesh={{'tp': {size}, ...}}), or leave the world size out"
+            )
+
+
+_LAYERS = (ColumnParallelLinear, RowParallelLinear, TensorParallelAttention)

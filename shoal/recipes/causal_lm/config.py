@@ -7,7 +7,7 @@ import re
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from shoal.errors import UserError
 from shoal.recipes.causal_lm.folder import is_folder
@@ -34,6 +34,9 @@ class CausalLMConfig(QuantisationKeys):
     """With a `name`: run the model code that comes with the weights."""
     attn_implementation: Literal["eager", "sdpa"] | None = None
     """Default: what transformers chooses for the model."""
+    added_tokens: list[str] = Field(default_factory=list)
+    """New tokens for the tokenizer, such as `<tool>`; they are never split. Embedding and head get a row for each that
+    they do not have; with a `name`, all of them start as the mean of the rows of the other tokens."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """With `lora:`, the type in which frozen weights are kept. Trained weights are fp32. Default: fp32."""
 
@@ -49,6 +52,10 @@ class CausalLMConfig(QuantisationKeys):
                 if getattr(self, key):
                     raise UserError(f"model.{key} = {getattr(self, key)!r}: no effect with model.config; leave it out")
             _check_keys(self.config)
+        for number, token in enumerate(self.added_tokens):
+            if not token.strip() or token in self.added_tokens[:number]:
+                what = "is named twice" if token.strip() else "is empty"
+                raise UserError(f"model.added_tokens: the token {token!r} {what}; leave it out")
         self.check_quantisation("?" if self.name else "")
         if self.name and self.revision is not None and is_folder(self.name):
             raise UserError(f"model.revision = {self.revision!r}: no effect with the folder {self.name}; leave it out")
@@ -65,6 +72,11 @@ def check_lora(model: CausalLMConfig, lora: Any) -> None:
     if lora is not None and lora.use_dora and model.name is None:
         raise UserError(
             "lora.use_dora = true: its magnitudes start from the weights of the base, and model.config has none; give "
+            "model.name"
+        )
+    if lora is not None and lora.trainable_token_indices is not None and model.name is None:
+        raise UserError(
+            "lora.trainable_token_indices: trained rows start from those of the base, and model.config has none; give "
             "model.name"
         )
 

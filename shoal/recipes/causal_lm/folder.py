@@ -16,8 +16,6 @@ def fetch_folder(name: str, revision: str | None, with_code: bool, local_only: b
     """
     if is_folder(name):
         return Path(name).expanduser()
-    if name.startswith(("/", ".", "~")):
-        raise UserError(f"model.name = {name!r}: there is no such folder; give a folder or a repository on the Hub")
     patterns = ["model*.safetensors", "*.json", *(["*.py"] if with_code else [])]
     return snapshot("model.name", name, revision, patterns, local_only=local_only)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.data import TextDataset
 from shoal.data.hub import hub
+from shoal.data.tokenizer import add_tokens
 from shoal.errors import UserError
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import (
@@ -22,11 +23,13 @@ from shoal.lora.adapters import (
     reset_with,
     split_groups,
 )
+from shoal.lora.trained_tokens import row_sources
 from shoal.models.causal_attention import use_causal_attention
 from shoal.quantised.layers import quantise_layers, quantised_reset
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import Scheme
 from shoal.quantised.sources import matrix_sources, quantised_sources
+from shoal.recipes.causal_lm.added_tokens import check_trained, with_added_rows
 from shoal.recipes.causal_lm.config import (
     CausalLMConfig,
     check_lora,
@@ -57,6 +60,8 @@ class CausalLMRecipe(TextRecipe):
     """The key of `dataset` that limits the length of sequences."""
     _stored_quantisation: dict[str, Any] | None = None
     """How the weights are quantised in their files; None if they are not."""
+    _stored_vocabulary = 0
+    """With `model.added_tokens`: the number of tokens that the weights in their files have rows for."""
 
     class Config(BaseModel):
         model: CausalLMConfig = Field(default_factory=CausalLMConfig)
@@ -77,6 +82,29 @@ class CausalLMRecipe(TextRecipe):
             check_lora(self.model, self.lora)
             return self
 
+    @property
+    def added_tokens(self) -> Sequence[str]:
+        added: list[str] = self.config.model.added_tokens
+        return added
+
+    @cached_property
+    def added_token_ids(self) -> list[int]:
+        """The numbers of the tokens in `model.added_tokens`."""
+        if not self.added_tokens:
+            return []  # without loading a tokenizer: a model can be built that has none
+        ids = [self.tokenizer.encode(token).tolist() for token in self.added_tokens]
+        known = self.tokenizer.vocab_size - len(ids)
+        if ids != [[known + place] for place in range(len(ids))]:
+            raise UserError(
+                f"model.added_tokens: dataset.tokenizer = {self.config.dataset.tokenizer!r} does not number new tokens "
+                "one after another; add them to the tokenizer's files, and leave this out"
+            )
+        return [token for (token,) in ids]
+
+    def add_tokens(self, tokenizer: Any) -> None:
+        """Adds the tokens in `model.added_tokens` to a tokenizer of transformers."""
+        add_tokens(tokenizer, self.added_tokens)
+
     def prepare_data(self) -> None:
         self.prepare_model()
         super().prepare_data()
@@ -92,6 +120,11 @@ class CausalLMRecipe(TextRecipe):
         text_config = self.transformers_config.get_text_config()
         key = "model.config.vocab_size" if model.config is not None else f"the vocabulary of model.name {model.name!r}"
         self.check_vocabulary(key, text_config.vocab_size)
+        if self.added_token_ids and model.name is not None and self.added_token_ids[0] > self._stored_vocabulary:
+            raise UserError(
+                f"model.added_tokens: {key} has {self._stored_vocabulary} tokens, fewer than dataset.tokenizer = "
+                f"{self.config.dataset.tokenizer!r} without them; use the model's tokenizer"
+            )
         longest = _max_positions(text_config)
         if longest is not None and length > longest:
             raise UserError(
@@ -131,6 +164,10 @@ class CausalLMRecipe(TextRecipe):
                         "model.trust_remote_code: true"
                     ) from error
             self._stored_quantisation = stored_quantisation(config, model.name)
+            if self.added_tokens:
+                text = config.get_text_config()
+                self._stored_vocabulary = text.vocab_size
+                text.vocab_size = max(text.vocab_size, self.tokenizer.vocab_size)
             return config
         keys = dict(model.config)
         if "vocab_size" in known_keys(keys["model_type"]):
@@ -168,7 +205,9 @@ class CausalLMRecipe(TextRecipe):
             key = "model.load_in_8bit" if section.load_in_8bit else "model.load_in_4bit"
             quantise_layers(model, self.scheme, skipped_layers(model, self._stored_quantisation), key)
         if self.config.lora is not None:
-            add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"])
+            add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"], self.added_token_ids)
+            if self.added_token_ids:
+                check_trained(model)
         return model
 
     def weights(self) -> Weights:
@@ -179,7 +218,10 @@ class CausalLMRecipe(TextRecipe):
         files = open_files(self.files)
         with parameters_on_meta():
             model = self.build_model()
-        sources = quantised_sources(model, file_sources(model, files), files)
+        sources = file_sources(model, files)
+        if self.added_token_ids:
+            sources = with_added_rows(model, sources, self.added_token_ids)
+        sources = quantised_sources(model, sources, files)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not is_adapter_tensor(name):
@@ -193,8 +235,9 @@ class CausalLMRecipe(TextRecipe):
             )
         return Weights(
             "files",
+            reason=f"{len(self.added_tokens)} new tokens start as the mean of the others" * bool(self.added_tokens),
             files=self.files,
-            sources={**sources, **magnitude_sources(model, matrix_sources(sources))},
+            sources={**sources, **magnitude_sources(model, matrix_sources(sources)), **row_sources(model, sources)},
             reset=reset,
         )
 
@@ -237,6 +280,11 @@ class CausalLMRecipe(TextRecipe):
                     f"distributed.mesh.tp = {sizes['tp']}: tensor parallelism does not split quantised layers, which "
                     f"model.{key} makes; use dp_shard, cp or pp"
                 )
+        if self.config.lora is not None and self.config.lora.target_parameters and sizes.get("tp", 1) > 1:
+            raise UserError(
+                f"distributed.mesh.tp = {sizes['tp']}: tensor parallelism does not split the adapters of "
+                "lora.target_parameters; use dp_shard, cp or pp"
+            )
         if self.config.lora is not None and self.config.lora.lora_bias and sizes.get("tp", 1) > 1:
             raise UserError(
                 f"distributed.mesh.tp = {sizes['tp']}: lora.lora_bias = true is not for tensor parallelism, which "

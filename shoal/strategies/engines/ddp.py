@@ -30,6 +30,7 @@ _UNUSED = ("Expected to have finished reduction", "training graph has changed")
 class DDPEngine(PlainEngine):
     """Wraps the model into DistributedDataParallel over the mesh dimension `dp_replicate`."""
 
+    waits_in = "backward"
     is_warm = False
     _last = True
 
@@ -58,7 +59,7 @@ class DDPEngine(PlainEngine):
         self.keeps_gradients = options["gradient_as_bucket_view"] and not options["find_unused_parameters"]
         self.module = DistributedDataParallel(model, process_group=group, **options)
         if self.reduction == "sum":
-            self.module.register_comm_hook(group, _sum_over_ranks)
+            self.module.register_comm_hook((group, self.own_time), _sum_over_ranks)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         self._last = last
@@ -126,6 +127,8 @@ def default_bucket_mb(model: nn.Module) -> int:
 
 def _sum_over_ranks(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     """Sums gradients instead of averaging them, because losses are already divided by the global count."""
+    group, own_time = state
+    own_time.stop()  # the gradients of this bucket are there; DDP waits for other ranks after the last one
     buffer = bucket.buffer()
-    work: Any = dist.all_reduce(buffer, group=state, async_op=True)
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda future: buffer)

@@ -22,6 +22,8 @@ from shoal.tensors import DTYPES, local_part, module_state_kept
 class FSDPEngine(PlainEngine):
     """Shards the model over the mesh dimension `dp_shard`, replicated over `dp_replicate`."""
 
+    waits_in = "forward"
+
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None, reduction: Reduction):
         super().__init__(layout, device, mesh, reduction)
         if layout.fsdp.cpu_offload:

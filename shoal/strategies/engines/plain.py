@@ -14,11 +14,16 @@ from shoal.config.layout import Layout
 from shoal.errors import UserError
 from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.parallel.compression.local_sgd import LocalSGD
+from shoal.strategies.own_time import OwnTime
 
 Reduction = Literal["sum", "mean", "none"]
 """How gradients are combined over data-parallel ranks. A strategy divides losses by the global count and needs the sum;
 a hand-written loop has a mean over its own samples and needs the mean; "none" leaves it to the update. It is fixed when
 the engine is built, because multiplying a loss by the number of ranks would round twice."""
+
+
+NOTHING = nullcontext()
+"""A context that does nothing. It may be entered again and again, so that no step has to make one."""
 
 
 class PlainEngine:
@@ -34,12 +39,15 @@ class PlainEngine:
     """The exchange of gradients between replicas, if they are compressed."""
     local_sgd: LocalSGD | None = None
     """The averages of weights, if replicas exchange these instead of gradients."""
+    waits_in: Literal["forward", "backward", "exchange"] = "exchange"
+    """Where a step's first wait for other ranks is, as far as the engine causes it."""
     is_warm = True
     """False until the engine has seen a first forward and backward; see `warm_up`."""
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None, reduction: Reduction):
         self.layout, self.device, self.mesh, self.reduction = layout, device, mesh, reduction
         self.parameter_device = device
+        self.own_time = OwnTime(device)
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module], units: Sequence[str]) -> None:
         """Cuts the parameters while they are on the meta device.
@@ -53,7 +61,7 @@ class PlainEngine:
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
         """Is entered around the forward and backward of a micro-batch; gradients are exchanged in the last one."""
-        return nullcontext()
+        return NOTHING
 
     def warm_up(self, loss_of_batch: Callable[[], Tensor]) -> None:
         """Runs before the first step if `is_warm` is False; `loss_of_batch` computes the loss of one micro-batch."""
