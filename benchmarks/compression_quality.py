@@ -26,23 +26,22 @@ ROWS = {
     "bf16": {"compression.method": "bf16"},
     "int8": {"compression.method": "int8"},
     "int8, no feedback": {"compression.method": "int8", "compression.error_feedback": "false"},
-    "powersgd rank 2": {"compression.method": "powersgd", "compression.rank": 2},
     "powersgd rank 4": {"compression.method": "powersgd", "compression.rank": 4},
-    "powersgd rank 4, no feedback": {
+    "powersgd rank 8": {"compression.method": "powersgd", "compression.rank": 8},
+    "powersgd rank 8, no feedback": {
         "compression.method": "powersgd",
-        "compression.rank": 4,
+        "compression.rank": 8,
         "compression.error_feedback": "false",
     },
     "topk 1%": {"compression.method": "topk", "compression.ratio": 0.01},
-    "topk 3%": {"compression.method": "topk", "compression.ratio": 0.03},
     "topk 10%": {"compression.method": "topk", "compression.ratio": 0.1},
+    "topk 20%": {"compression.method": "topk", "compression.ratio": 0.2},
     "topk 1%, no feedback": {
         "compression.method": "topk",
         "compression.ratio": 0.01,
         "compression.error_feedback": "false",
     },
     "local_sgd 16": {"local_sgd.sync_every": 16},
-    "local_sgd 128": {"local_sgd.sync_every": 128},
     "local_sgd 16, plain average": {
         "local_sgd.sync_every": 16,
         "local_sgd.outer_lr": 1.0,

@@ -29,6 +29,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "powersgd rank 2": {"compression": {"method": "powersgd", "rank": 2, "start_step": 0}},
     "powersgd rank 4": {"compression": {"method": "powersgd", "rank": 4, "start_step": 0}},
+    "powersgd rank 8": {"compression": {"method": "powersgd", "rank": 8, "start_step": 0}},
     "topk 1%": {"compression": {"method": "topk", "ratio": 0.01, "start_step": 0}},
     "local_sgd 16": {"local_sgd": {"sync_every": 16}},
     "local_sgd 128": {"local_sgd": {"sync_every": 128}},

@@ -219,7 +219,7 @@ class CompressionConfig(Section):
         int,
         Field(le=1 << 20),
         refuse_if(lambda rank: isinstance(rank, int) and rank < 1, "a product of thin matrices has at least rank 1"),
-    ] = 2
+    ] = 8
     """The rank of `powersgd`: the number of columns of the thin matrices."""
     ratio: Annotated[
         float,

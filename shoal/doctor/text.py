@@ -77,6 +77,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         payoff = option.payoff
         pays = f"{payoff.pays_while_computing:.3g} s" if payoff.pays else "never"
         yield f"  {option.setting:<46} {option.sent_bytes / 1e6:>10.4g} {payoff.compressed_seconds:>9.3g}   {pays}"
+    yield "  These are times alone: what a method costs in quality is in docs/slow_networks.md."
 
 
 def _verdict(findings: Sequence[Finding]) -> str:

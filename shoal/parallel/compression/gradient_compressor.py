@@ -33,7 +33,7 @@ class GradientCompressor:
         compression_ratio: float = 0.01,
         method: str = "topk",
         *,
-        rank: int = 2,
+        rank: int = 8,
         start_step: int = 0,
         min_compression: float = 2.0,
         error_feedback: bool | None = None,

@@ -82,7 +82,7 @@ METHODS: Mapping[str, CompressionConfig] = {
     "fp16": CompressionConfig(method="fp16"),
     "bf16": CompressionConfig(method="bf16"),
     "int8": CompressionConfig(method="int8"),
-    "powersgd, rank 2": CompressionConfig(method="powersgd", rank=2),
+    "powersgd, rank 8": CompressionConfig(method="powersgd", rank=8),
     "topk, ratio 0.01": CompressionConfig(method="topk", ratio=0.01),
 }
 """The settings of compression that are compared, by the names under which they are shown."""
