@@ -66,7 +66,7 @@ def state(change: float = 0.0) -> TrainState:
 
 def save(run: Path, step: int = 1, train_state: TrainState | None = None, **trainer: Any) -> Path:
     manager = CheckpointManager(run, 9)
-    manager.save(train_state or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
+    manager.save_state(train_state or state(), {"step": step, "samples": 4 * step, **trainer}, ABOUT)
     return manager.path_of(step)
 
 
@@ -262,7 +262,7 @@ def test_diff_across_layouts(toy: ToyRun, pool2: Pool, shoal: Command) -> None:
     ],
 )
 def test_ls_describes_layouts(tmp_path: Path, shoal: Command, layout: dict[str, Any], words: str) -> None:
-    CheckpointManager(tmp_path).save(state(), {"step": 1}, {"layout": layout})
+    CheckpointManager(tmp_path).save_state(state(), {"step": 1}, {"layout": layout})
     (row,) = shoal("ls", tmp_path, "--json").json
     assert words in row["layout"]
     assert row["layout"].endswith(words) or "dp_s" in words

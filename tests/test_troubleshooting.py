@@ -206,7 +206,7 @@ def test_every_quote_is_compared() -> None:
 
 def test_every_key_on_the_page_is_a_key(toy: ToyRun) -> None:
     sections = "training|distributed|logging|launch|checkpoint|experiment"
-    keys = {*re.findall(rf"`((?:{sections})(?:\.[a-z_]+)+)", PAGE.read_text())}
+    keys = {*re.findall(rf"`((?:{sections})(?:\.[a-z0-9_]+)+)", PAGE.read_text())}
     assert len(keys) > 15
     for key in keys:
         errors = toy.call("config", "run.yaml", f"{key}=null").stderr  # the value may be wrong

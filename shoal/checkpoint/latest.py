@@ -98,7 +98,7 @@ def check_same_model(
     """
     if not describe_differences(checkpoint.shapes, shapes):
         return
-    changes = [change for change in _changes(checkpoint, config or {}) if config and change[0].startswith(_MODEL_KEYS)]
+    changes = [change for change in _changes(checkpoint, config) if change[0].startswith(_MODEL_KEYS)] if config else []
     cause = "".join(f"{key} = {now!r} (was {then!r}): " for key, now, then in changes[:1])
     differences = describe_differences(checkpoint.shapes, shapes, shown=1 if cause else 3)
     advice = f"set it back, or {advice}" if cause else advice

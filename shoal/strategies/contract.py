@@ -259,12 +259,13 @@ class DistributedStrategy(ABC):
         assert self._engine is not None
         own_time = self._engine.own_time
         self._start_step()
-        own_time.begin(step)
-        own_time.start()
+        if own_time.is_on:
+            own_time.begin(step)
         batches = self._prepare_batches(micro_batches, recipe)
         counts = [recipe.count(batch) for batch in batches]
         own_count = self._sum(counts, micro_batches)
-        own_time.stop()
+        if own_time.is_on:
+            own_time.stop()
         count, self._step = self.sum_over_data(own_count), step
         # Under local_sgd every rank trains alone, on its slice of the batch.
         per_count = _per_count(own_count if self.layout.local_sgd else count, self._loss_scale)
@@ -277,7 +278,8 @@ class DistributedStrategy(ABC):
         else:
             with self._training_alone(model, trained):
                 losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
-        own_time.end()
+        if own_time.is_on:
+            own_time.end()
         total = self.sum_over_data(self._sum(losses, micro_batches))
         return StepOutput(total, count, measures.by_name)
 

@@ -86,7 +86,8 @@ class InTurn:
         try:
             if not engine.is_warm:
                 self.warm_up(batches[0], recipe, measures, step)
-            if engine.waits_in != "forward":
+            is_measured = engine.own_time.is_on
+            if is_measured and engine.waits_in != "forward":
                 engine.own_time.start()
             for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
                 alone = self.surroundings.filler([engine.module]) if measures.is_filler(index) else NOTHING
@@ -98,7 +99,7 @@ class InTurn:
                     else:
                         engine.backward(loss, scale)
                 losses.append(loss.detach().float())
-            if engine.waits_in == "exchange":
+            if is_measured and engine.waits_in == "exchange":
                 engine.own_time.stop()
             engine.exchange(step)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ class OwnTime:
     """
 
     is_on = False
-    """True in steps that are measured; the loop sets it. Otherwise a mark costs one comparison."""
+    """True in steps that are measured; the loop sets it. In others nothing of this is called."""
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
@@ -28,8 +28,9 @@ class OwnTime:
         """Those of the step under way, if it is measured."""
 
     def begin(self, step: int) -> None:
-        """Begins a step, or the next objective of the same step."""
-        self._stretches = self._steps.setdefault(step, []) if self.is_on else None
+        """Begins a measured step, or the next objective of the same step, and its first stretch."""
+        self._stretches = self._steps.setdefault(step, [])
+        self.start()
 
     def end(self) -> None:
         """Ends what `begin` began, so that evaluations are not measured."""

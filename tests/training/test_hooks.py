@@ -314,5 +314,5 @@ def test_the_report_and_the_config_name_callbacks(hooked: ToyRun) -> None:
 def test_a_checkpoint_from_before_callbacks_opens(hooked: ToyRun) -> None:
     hooked.train("training.max_steps=4")
     trainer: dict[str, Any] = json.loads((hooked.output / "checkpoints/step_00000004/trainer.json").read_text())
-    assert trainer.keys() == {"step", "samples", "skipped_steps", "since_log", "metrics"}
+    assert trainer.keys() == {"step", "samples", "step_start", "skipped_steps", "since_log", "metrics"}
     assert hooked.train("training.max_steps=6", NOISY).first_step == 4

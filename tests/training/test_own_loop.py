@@ -312,7 +312,7 @@ def test_mistakes_around_it(toy: ToyRun, bodies: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"training.loss_chunks": 2}, "loss_chunks = 2: .*computes its loss itself"),
+        ({"training.loss_chunks": 2}, "loss_chunks .*= 2: .*computes its loss itself"),
         (
             {"distributed.strategy": "mesh", "distributed.mesh": {"pp": 2}, "launch.procs_per_node": 2},
             r"distributed.mesh.pp = 2: a pipeline runs all micro-batches of a step at once",
