@@ -54,8 +54,9 @@ def page() -> str:
     """Returns the page."""
     text = INTRODUCTION
     for path in CALLS:
-        tree = ast.parse(path.read_text())
-        imports = "\n".join(ast.unparse(node) for node in tree.body if _imports_shoal(node))
+        source = path.read_text()
+        tree = ast.parse(source)
+        imports = "\n".join(ast.get_source_segment(source, node) or "" for node in tree.body if _imports_shoal(node))
         text += f"\n## {ast.get_docstring(tree)}\n\n```python\n{imports}\n```\n\n"
         text += "| you know | here it is |\n| --- | --- |\n"
         for here, code in calls_of(path):
