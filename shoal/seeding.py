@@ -7,7 +7,6 @@ and torch.
 
 from __future__ import annotations
 
-import _random
 import ctypes
 import hashlib
 import random
@@ -19,9 +18,6 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the global generator of Python
-_PYTHON_MEMORY = id(_PYTHON) + object.__basicsize__, _random.Random.__basicsize__ - object.__basicsize__
-"""Where CPython keeps its 624 words and the place among them, and how many bytes they are."""
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
 
@@ -61,26 +57,9 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-class DrawWatch:
-    """Finds out whether anything draws from a global generator after it was made, by the memory of the generators.
-
-    NumPy's and torch's are seeded before, so that there is no second number of a pair waiting, which would be given out
-    without a change of NumPy's memory. Python takes ten times as long to seed its own; there the number is dropped.
-    """
-
-    def __init__(self) -> None:
-        _PYTHON.gauss_next = None
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-        self._python = ctypes.string_at(*_PYTHON_MEMORY)
-
-    def has_drawn(self) -> bool:
-        numpy, state = _SEEDED_MEMORY
-        return (
-            ctypes.string_at(*_PYTHON_MEMORY) != self._python
-            or _memory(get_bit_generator()) != numpy
-            or not torch.equal(torch.default_generator.get_state(), state)
-        )
+def draw_from_all() -> tuple[float, float, float]:
+    """Returns one number from each of the generators that `seed_generators` seeds."""
+    return random.random(), np.random.random_sample(), torch.rand((), dtype=torch.float64, device="cpu").item()
 
 
 class HostStates:
@@ -139,13 +118,6 @@ def _memory(generator: Any) -> bytes:
     """Returns the memory of a generator of NumPy, to see whether it has moved: 624 words and the place among them."""
     is_usual = type(generator) is np.random.MT19937
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_usual else b""
-
-
-_SEEDED_MEMORY = (
-    _memory(np.random.RandomState(0)._bit_generator),
-    torch.Generator().manual_seed(0).get_state(),
-)
-"""The memory of NumPy's generator and the state of torch's after they were seeded by 0."""
 
 
 class SampleRng:

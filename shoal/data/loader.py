@@ -17,9 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shoal.data.order import BatchSchedule, SampleKey, samples_at
 from shoal.data.reader import Dataset, MapDataset, Reader, open_reader
 from shoal.errors import UserError
-from shoal.seeding import DrawWatch, GeneratorsKept, mix, seed_generators
+from shoal.seeding import GeneratorsKept, draw_from_all, mix, seed_generators
 from shoal.tensors import map_tensors
 from shoal.types import MicroBatch
+
+_UNSEEDED = mix("data that draw nothing")
+with GeneratorsKept():
+    seed_generators(_UNSEEDED)
+    _NEXT_NUMBERS = draw_from_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +85,14 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     def _fetch(self, reader: Reader, keys: list[SampleKey]) -> Any:
         """Returns a micro-batch, whose random numbers depend on the seed and its samples alone.
 
-        Seeding takes 8 µs for each sample, and most data draw nothing. So a micro-batch is made without, while the
-        memory of the generators is watched. If something has drawn, the micro-batch is made again, and it and all later
-        ones are seeded. They are the same whenever that happens.
+        Seeding takes 8 µs for each sample, and most data draw nothing. So a micro-batch is made without, and one number
+        is drawn from every generator afterwards: if it is not the next one, something has drawn. The micro-batch is
+        then made again, and it and all later ones are seeded. They are the same whenever that happens.
         """
         if not reader.seeds_samples:
-            watch = DrawWatch()
+            seed_generators(_UNSEEDED)
             batch = self.collate(reader.fetch(keys))
-            if not watch.has_drawn():
+            if draw_from_all() == _NEXT_NUMBERS:
                 return batch
             reader.seeds_samples = True
         samples = reader.fetch(keys)

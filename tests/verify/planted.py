@@ -275,11 +275,22 @@ class Normed(Ragged):
 
 
 class Jump(nn.Module):
-    """Has a derivative of 1 or 2, which the last bits of a number in fp32 decide; numbers in float64 have more bits."""
+    """Returns x, and has a derivative of 1 or 2, which the last bits of a number in fp32 decide."""
 
     def forward(self, x: Tensor) -> Tensor:
         is_even = (x.detach() * 2**24).floor() % 2 == 0
-        return torch.where(is_even, x, 2 * x)
+        slope = torch.where(is_even, x, 2 * x)
+        return x.detach() + (slope - slope.detach())
+
+
+class OverflowsInParts(nn.Module):
+    """Overflows in fp32, and not in float64, if there are several processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x + 100.0
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return x + shifted.exp().sum(-1, keepdim=True).log() - 100.0
+        return x + shifted.logsumexp(-1, keepdim=True) - 100.0
 
 
 class Jumping(Ragged):
@@ -289,6 +300,13 @@ class Jumping(Ragged):
         return nn.Sequential(
             nn.Embedding(13, 16), nn.Flatten(), nn.BatchNorm1d(96), Jump(), nn.Unflatten(1, (6, 16)), nn.Linear(16, 13)
         )
+
+
+class Overflowing(Ragged):
+    """Is right in float64 alone."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(13, 16), OverflowsInParts(), nn.Linear(16, 13))
 
 
 class Stubborn(Jumping):

@@ -49,6 +49,13 @@ def test_faults_of_a_layout_are_found_in_a_model_with_jumps(pool2: Pool, bug: st
     assert not verdict.passed
 
 
+def test_a_loss_that_differs_in_fp32_is_no_rounding(pool2: Pool) -> None:
+    (verdict,) = prove(ragged("Overflowing"), 2, ["ddp"], steps=2, runner=runner_on(pool2, adamw=False))
+    assert "loss" in failed(verdict)
+    assert verdict.outcome == "different"
+    assert verdict.float64 == ""
+
+
 def test_a_model_that_cannot_compute_in_float64_keeps_its_verdict(pool2: Pool) -> None:
     run = ragged("Stubborn", global_batch_size=12, sync_batch_norm=True)
     (verdict,) = prove(run, 2, ["ddp"], steps=2, runner=runner_on(pool2, adamw=False))
