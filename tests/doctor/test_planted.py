@@ -169,6 +169,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         (found,) = disk.check_disk(case_of({"experiment": {"output_dir": folder}}), None)
         assert found.level == "will break", folder
         assert "experiment.output_dir" in found.message
+        assert "make room" not in found.fix
 
 
 def test_no_gpu_for_a_run_that_needs_one() -> None:
@@ -181,7 +182,7 @@ def test_no_gpu_for_a_run_that_needs_one() -> None:
     assert shared.uses_nccl
     assert "4 processes on 2 GPUs" in hardware.check_gpus(shared)[-1].message
     for check in (hardware.check_gpu_use, hardware.check_gpu_links):
-        assert [finding.level for finding in check(case_of({}))] == ["not checked"]
+        assert check(case_of({})) == []  # one line about GPUs is enough
 
 
 def test_old_versions(tmp_path: Path) -> None:
