@@ -107,7 +107,7 @@ class Network:
         if larger is timings[0]:
             return 0.0, larger.bytes_per_second
         # The time of the smallest tensor is its latency; noise can make it longer than that of a larger one.
-        latency = min(timings[0].seconds, larger.seconds / 2)
+        latency = min(timings[0].seconds, 0.99 * larger.seconds)
         return latency, larger.bytes_per_second * larger.seconds / (larger.seconds - latency)
 
 
