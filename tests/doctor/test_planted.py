@@ -176,6 +176,8 @@ def test_no_gpu_for_a_run_that_needs_one() -> None:
     (found,) = hardware.check_gpus(case_of({"training": {"max_steps": 1, "device": "cuda"}}))
     assert found.level == "will break"
     assert "training.device" in found.fix
+    (backends,) = hardware.check_backends(case_of({"training": {"max_steps": 1, "device": "cuda"}}, procs=2))
+    assert backends.level == "fine"  # the GPU is what is missing
     (skipped,) = hardware.check_gpus(case_of({}))
     assert skipped.level == "not checked"
     shared = case_of({}, procs=4, facts={"gpus": ("H200", "H200"), "cuda": "13.0"})
