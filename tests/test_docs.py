@@ -260,7 +260,7 @@ def _description(field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default
+    value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return f"`{value.name}`, see below" if "name" in type(value).model_fields else "see below"
     return f"`{format_value(value)}`"

@@ -198,8 +198,17 @@ def test_the_message_of_a_killed_process_is_the_launchers() -> None:
     assert f"rank 1 {describe_exit(-signal.SIGKILL)}; starting again" in quote("shoal: rank 1 was killed")
 
 
+def test_a_run_that_has_finished_and_one_that_starts_anew(toy: ToyRun) -> None:
+    command = ("train", "run.yaml", "training.max_steps=1")
+    toy.call(*command)
+    assert_quoted("already finished", toy.call(*command).stdout)
+    assert_quoted("the earlier run", toy.call(*command, "--fresh").stdout)
+
+
 def test_every_quote_is_compared() -> None:
-    beginnings = re.findall(r'"((?:shoal: |warning: |batch |replicas |some )[^"]+)"', Path(__file__).read_text())
+    beginnings = re.findall(
+        r'"((?:shoal: |warning: |batch |replicas |some |already |the earlier )[^"]+)"', Path(__file__).read_text()
+    )
     for one in QUOTES:
         assert any(one.startswith(beginning) for beginning in beginnings), one
 

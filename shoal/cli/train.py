@@ -83,7 +83,7 @@ def train_config(config: Path, overrides: list[str], command: list[str], fresh: 
         except Stopped as stopped:
             stopped_by = stopped.signal
             if world.rank == 0:
-                print(f"stopped by {stopped.signal.name} before the first step; nothing to save", flush=True)
+                _print_stopped(stopped.signal, run, [_command("shoal"), *command, *overrides])
             if not stopped.agreed:
                 raise
     if stopped_by:
@@ -145,6 +145,17 @@ def _start_fresh(run: Run) -> None:
         print("shoal: restarted by the scheduler, so --fresh is left out and the run resumes", file=sys.stderr)
     elif new := move_aside(Path(run.config.output_dir)):
         print("the earlier run is now in", printable(str(new)), flush=True)
+
+
+def _print_stopped(number: signal.Signals, run: Run, command: list[str]) -> None:
+    """Says that a run ended before its first step, and how to continue one that has checkpoints."""
+    from shoal.checkpoint.latest import checkpoint_folders
+
+    folders = checkpoint_folders(run.config.output_dir)
+    saved = f"the last checkpoint is still {folders[-1].name}" if folders else "nothing to save"
+    print(f"stopped by {number.name} before the first step; {saved}", flush=True)
+    if folders:
+        print("resume with ", printable(shlex.join(command)), flush=True)
 
 
 def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: list[str]) -> None:

@@ -100,7 +100,8 @@ def check_config(case: Case) -> list[Finding]:
         return [Finding("not checked", "layout", "no config was given")]
     size = case.procs * case.nodes
     layout = check_layout(case.run.config, case.run.make_recipe(), size, case.procs)
-    return [Finding("fine", "layout", f"{layout.strategy} on {size} processes ({say_mesh(layout.mesh)})")]
+    where = f"{size} processes, the mesh is {say_mesh(layout.mesh)}" if size > 1 else "one process"
+    return [Finding("fine", "layout", f"{layout.strategy} on {where}")]
 
 
 def try_size_model(run: Run | None) -> tuple[ModelSize | None, list[Finding]]:
@@ -169,6 +170,9 @@ def diagnose_here(
     if procs is None:
         text = "the network is measured between several processes: --procs N, or under a launcher"
         findings.append(Finding("not checked", "network", text))
+        return conclude(config, [machine], findings)
+    if case.on_gpu and not machine.gpus:
+        findings.append(Finding("not checked", "network", "the GPUs that training.device asks for are missing"))
         return conclude(config, [machine], findings)
     on_check("network")
     try:

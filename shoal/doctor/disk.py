@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -41,7 +42,9 @@ def check_disk(case: Case, checkpoint_bytes: int | None) -> list[Finding]:
         speed = measure_speed(existing, min(_PROBE_BYTES, free // 20))
     except OSError as error:
         text = f"{where} cannot be written ({error.strerror or error})"
-        return [Finding("will break", "disk", text, "choose another folder in experiment.output_dir, or make room")]
+        fix = "choose another folder in experiment.output_dir"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return [Finding("will break", "disk", text, f"{fix}, or make room" if full else fix)]
     return [
         _judge_space(case, where, existing, free, checkpoint_bytes),
         _judge_speed(case, where, existing, speed, checkpoint_bytes),
@@ -92,6 +95,8 @@ def _judge_speed(case: Case, where: str, existing: Path, speed: DiskSpeed, check
 
 
 def _in_gb(size: float) -> str:
+    if size < 1e5:
+        return f"{size / 1e3:,.1f} kB"
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 

@@ -88,9 +88,9 @@ def forecast(run: Run, model: ModelSize, network: Network, local_size: int) -> t
         return [Finding("not checked", _CHECK, text)], None
     if not can_compress(layout):
         return [_forecast_shards(run, layout, model, network)], None
-    speed = network.speed(network.all_reduce, 4 * model.trained)
+    latency, speed = network.cost(network.all_reduce, 4 * model.trained)
     shapes = [torch.Size(shape) for shape in model.shapes]
-    comparison = compare_methods(shapes, network.ranks, speed, network.coding_seconds)
+    comparison = compare_methods(shapes, network.ranks, speed, network.coding_seconds, latency_seconds=latency)
     seconds = comparison.plain_seconds
     says = (
         f"{model.trained:,} trained parameters: each rank sends {_in_mb(comparison.plain_bytes)} in a step, "
@@ -113,8 +113,8 @@ def _forecast_shards(run: Run, layout: Layout, model: ModelSize, network: Networ
     """Says how long the exchange of shards takes; it is during forward and backward, as far as these last."""
     phase = derive_batches(run.config.training, data_size(layout.mesh))[0]
     sent = shard_bytes(layout, model, accumulation(phase, data_size(layout.mesh)))
-    speed = network.speed(network.all_gather, 4 * model.parameters)
-    seconds = sent / speed
+    latency, speed = network.cost(network.all_gather, 4 * model.parameters)
+    seconds = latency + sent / speed
     says = (
         f"{model.parameters:,} parameters under {layout.strategy}: each rank sends {_in_mb(sent)} in a step, "
         f"{seconds:.3g} s at {_in_mbit(speed)}, as far as possible during forward and backward"
@@ -144,6 +144,8 @@ def shard_bytes(layout: Layout, model: ModelSize, micro_batches: int) -> float:
 
 
 def _in_mb(size: float) -> str:
+    if size < 1e5:
+        return f"{size / 1e3:,.3g} kB"
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 

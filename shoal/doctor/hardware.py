@@ -69,7 +69,7 @@ def check_gpus(case: Case) -> list[Finding]:
 def check_gpu_use(case: Case) -> list[Finding]:
     """Finds GPUs whose memory other processes use already."""
     if not case.machine.gpus:
-        return [Finding("not checked", "use of GPUs", "torch sees no GPU")]
+        return []  # `check_gpus` says so
     text = _output(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"])
     if text is None:
         return [Finding("not checked", "use of GPUs", "nvidia-smi is not there, or does not answer")]
@@ -86,8 +86,10 @@ def check_gpu_links(case: Case) -> list[Finding]:
     import torch
 
     count = len(case.machine.gpus)
-    if count < 2:
-        return [Finding("not checked", "links of GPUs", "there is one GPU" if count else "torch sees no GPU")]
+    if count == 0:
+        return []  # `check_gpus` says so
+    if count == 1:
+        return [Finding("not checked", "links of GPUs", "there is one GPU")]
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     topology = _output(["nvidia-smi", "topo", "-m"]) or ""
@@ -113,7 +115,7 @@ def check_backends(case: Case) -> list[Finding]:
     if not dist.is_available():
         return [Finding("will break", "backends", "this torch has no torch.distributed", "install another torch")]
     missing = [] if dist.is_gloo_available() else ["gloo"]
-    if case.uses_nccl and not dist.is_nccl_available():
+    if case.uses_nccl and case.machine.gpus and not dist.is_nccl_available():
         missing.append("NCCL")
     if missing:
         text = f"this torch has no {' and no '.join(missing)}"

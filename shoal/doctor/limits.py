@@ -72,7 +72,8 @@ def check_processes(case: Case) -> list[Finding]:
     known = {name: number for name, number in left.items() if number is not None}
     scarce = min(known, key=lambda name: known[name], default="")
     if not scarce or known[scarce] >= needed:
-        return [Finding("fine", "processes", f"there is room for the about {needed:,} threads of the run")]
+        whose = "the run" if case.config else f"a run with {case.procs} process{'es' if case.procs > 1 else ''}"
+        return [Finding("fine", "processes", f"there is room for about {needed:,} threads, as {whose} needs")]
     text = f"{scarce} leaves {known[scarce]:,} processes and threads, and the run needs about {needed:,}"
     fix = "raise it (ulimit -u, docker run --pids-limit), or lower launch.procs_per_node or dataset.num_workers"
     return [Finding("will break", "processes", text, fix)]

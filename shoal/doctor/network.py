@@ -98,10 +98,17 @@ class Network:
     coding_seconds: dict[str, float] = field(default_factory=dict)
     """The time to code and decode all gradients, by method of compression."""
 
-    def speed(self, timings: Sequence[Timing], nbytes: float) -> float:
-        """Returns the bytes per second that each rank sends in a collective over so many bytes."""
-        fitting = [one for one in timings if one.tensor_bytes <= max(nbytes, timings[0].tensor_bytes)]
-        return fitting[-1].bytes_per_second
+    def cost(self, timings: Sequence[Timing], nbytes: float) -> tuple[float, float]:
+        """Returns the latency, in seconds, and the bytes per second of a collective over so many bytes.
+
+        The time between the smallest tensor and the next larger one that was measured is taken as a straight line.
+        """
+        larger = next((one for one in timings if one.tensor_bytes >= nbytes), timings[-1])
+        if larger is timings[0]:
+            return 0.0, larger.bytes_per_second
+        # The time of the smallest tensor is its latency; noise can make it longer than that of a larger one.
+        latency = min(timings[0].seconds, 0.99 * larger.seconds)
+        return latency, larger.bytes_per_second * larger.seconds / (larger.seconds - latency)
 
 
 def measure_in_process(request: Request) -> Network:

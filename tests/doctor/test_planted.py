@@ -169,19 +169,22 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         (found,) = disk.check_disk(case_of({"experiment": {"output_dir": folder}}), None)
         assert found.level == "will break", folder
         assert "experiment.output_dir" in found.message
+        assert "make room" not in found.fix
 
 
 def test_no_gpu_for_a_run_that_needs_one() -> None:
     (found,) = hardware.check_gpus(case_of({"training": {"max_steps": 1, "device": "cuda"}}))
     assert found.level == "will break"
     assert "training.device" in found.fix
+    (backends,) = hardware.check_backends(case_of({"training": {"max_steps": 1, "device": "cuda"}}, procs=2))
+    assert backends.level == "fine"  # the GPU is what is missing
     (skipped,) = hardware.check_gpus(case_of({}))
     assert skipped.level == "not checked"
     shared = case_of({}, procs=4, facts={"gpus": ("H200", "H200"), "cuda": "13.0"})
     assert shared.uses_nccl
     assert "4 processes on 2 GPUs" in hardware.check_gpus(shared)[-1].message
     for check in (hardware.check_gpu_use, hardware.check_gpu_links):
-        assert [finding.level for finding in check(case_of({}))] == ["not checked"]
+        assert check(case_of({})) == []  # one line about GPUs is enough
 
 
 def test_old_versions(tmp_path: Path) -> None:

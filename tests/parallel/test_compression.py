@@ -353,3 +353,16 @@ def test_a_warm_start_follows_the_largest_directions(pool2: Pool) -> None:
     assert (kept, none) == (1, 0)
     assert all(later <= earlier + 1e-4 for earlier, later in pairwise(warm))
     assert warm[-1] < min(cold)
+
+
+def refuse_without_effect(method: Any) -> str:
+    try:
+        CompressedExchange(CompressionConfig(method=method), None, {}).check()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_compression_without_effect_names_the_keys_of_its_method(pool2: Pool) -> None:
+    for method, key in (("topk", "ratio"), ("powersgd", "rank")):
+        assert f"lower it or {key}, or leave compression out" in pool2.run(refuse_without_effect, method)[0]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 from conftest import PATIENCE_SECONDS, ToyRun
 
+from shoal.cli.train import _print_stopped
+from shoal.config import load_run
 from shoal.training.signals import StopFlag, Stopped
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
@@ -72,3 +74,12 @@ def test_the_user_sees_one_line(toy: ToyRun, change_recipe: Callable[[str, str],
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + signal.SIGUSR1
     assert (out, err) == ("stopped by SIGUSR1 before the first step; nothing to save\n", "")
+
+
+def test_a_stopped_run_with_checkpoints_says_how_to_resume(toy: ToyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    toy.train("training.max_steps=2", "checkpoint.every=1")
+    capsys.readouterr()
+    _print_stopped(signal.SIGINT, load_run(toy.config), ["shoal", "train", "run.yaml"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "stopped by SIGINT before the first step; the last checkpoint is still step_00000002"
+    assert second == "resume with  shoal train run.yaml"

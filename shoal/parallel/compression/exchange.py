@@ -129,9 +129,10 @@ class CompressedExchange:
         """Refuses compression that has no effect. Called after the first step."""
         config = self.config
         if self.wire.compressible == 0:
+            size = "rank" if config.method == "powersgd" else "ratio"
             raise UserError(
                 f"distributed.compression = {config.method}: none of the {self.wire.parameters} parameters becomes "
-                f"shorter by min_compression = {config.min_compression:g}; lower it, rank or ratio, or leave "
+                f"shorter by min_compression = {config.min_compression:g}; lower it or {size}, or leave "
                 "compression out"
             )
 

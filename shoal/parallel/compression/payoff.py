@@ -123,32 +123,35 @@ def compare_methods(
     bytes_per_second: float,
     coding_seconds: Mapping[str, float],
     compute_seconds: float = 0.0,
+    latency_seconds: float = 0.0,
 ) -> Comparison:
     """Compares all methods for fp32 gradients of these shapes on a network that sends so fast from each rank.
 
     `coding_seconds` has the seconds that coding and decoding all gradients takes, by the names of `METHODS`; a method
     that it leaves out is not compared. With `compute_seconds` = 0, `Payoff.pays_while_computing` still says up to which
-    length of a step's computing a method pays.
+    length of a step's computing a method pays. An exchange takes `latency_seconds` more than its bytes, so that small
+    models gain nothing from fewer bytes.
     """
     plain = all_reduce_bytes(4 * sum(shape.numel() for shape in shapes), ranks)
+    latency = latency_seconds * bytes_per_second  # as the bytes that could be sent in this time
     options = [
         Option(
             name,
             f"compression: {_inline(config)}",
             True,
             sent := bytes_per_step(config, shapes, ranks)[1],
-            would_pay(plain, sent, bytes_per_second, compute_seconds, coding_seconds[name]),
+            would_pay(plain + latency, sent + latency, bytes_per_second, compute_seconds, coding_seconds[name]),
         )
         for name, config in METHODS.items()
         if name in coding_seconds
     ]
     sent = plain // LOCAL_STEPS
-    payoff = would_pay(plain, sent, bytes_per_second, compute_seconds, 0.0)
+    payoff = would_pay(plain + latency, (plain + latency) / LOCAL_STEPS, bytes_per_second, compute_seconds, 0.0)
     options.append(
         Option(f"local_sgd, {LOCAL_STEPS} steps", f"local_sgd: {{sync_every: {LOCAL_STEPS}}}", False, sent, payoff)
     )
     options.sort(key=lambda option: option.payoff.compressed_seconds)
-    return Comparison(plain, plain / bytes_per_second, tuple(options))
+    return Comparison(plain, (plain + latency) / bytes_per_second, tuple(options))
 
 
 def _inline(config: CompressionConfig) -> str:
