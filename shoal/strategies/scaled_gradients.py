@@ -16,8 +16,9 @@ from shoal.errors import UserError
 class ScaledGradients:
     """Refuses a step that would take scaled gradients for plain ones, or plain ones for scaled ones."""
 
-    def __init__(self, model: nn.Module, joined: Collection[Optimizer]):
-        """`joined` are the optimizers that know the loss scale, and refuse a plain step themselves."""
+    def __init__(self, model: nn.Module, joined: Collection[Optimizer], verb: str = "loop.step(optimizer)"):
+        """`joined` are optimizers that know the loss scale, and refuse a plain step; `verb` steps any of them."""
+        self._verb = verb
         self._parameters, self._joined = {id(parameter) for parameter in model.parameters()}, joined
         self._num_backwards = 0
         self._stepped_after: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -49,8 +50,7 @@ class ScaledGradients:
             return
         if any(id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise UserError(
-                "optimizer.step() does not know the loss scale of fp16, which loop.backward has put into the "
-                "gradients; use loop.step(optimizer)"
+                f"optimizer.step() does not know the loss scale of fp16, which these gradients have; use {self._verb}"
             )
 
 

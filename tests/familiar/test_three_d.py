@@ -124,6 +124,9 @@ def step_in(precision: str, sizes: tuple[int, int, int]) -> tuple[float, float, 
     optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.5)
     x, y = (part.tensor_split(data)[parallel.strategy.data_rank] for part in batch())
     loss = parallel.forward_backward(x, y, mse_loss, num_microbatches=2)
+    if precision == "fp16":
+        with pytest.raises(UserError, match=r"use step\(optimizer\) of ThreeDParallelism"):
+            optimizer.step()
     norm = parallel.step(optimizer).grad_norm
     parallel.close()
     return loss.item(), norm.item(), seen
