@@ -12,6 +12,7 @@ micro-batch while the forward of another runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class PipelineParallelModel(nn.Module):
         """Keeps this process's stages of a model."""
         size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.layers, self.pipeline, self.device = model, None, torch.device(device or _own_device())
+        self._autocast, self._loss_scale = nullcontext, None
         if size > 1:
             group = group or dist.group.WORLD
             assert group is not None
@@ -85,27 +87,41 @@ class PipelineParallelModel(nn.Module):
         model.to(self.device)
 
     pipeline: Pipeline | None
+    _autocast: Callable[[], AbstractContextManager[None]]
+    _loss_scale: Callable[[], Tensor] | None
 
     @classmethod
-    def of(cls, model: nn.Module, pipeline: Pipeline | None, device: torch.device) -> PipelineParallelModel:
-        """Returns a model whose stages are in their place already."""
+    def of(
+        cls,
+        model: nn.Module,
+        pipeline: Pipeline | None,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        loss_scale: Callable[[], Tensor] | None = None,
+    ) -> PipelineParallelModel:
+        """Returns a model whose stages are in their place already.
+
+        `autocast` is entered around the forward and the loss; `loss_scale` returns what the loss is multiplied by.
+        """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.layers, self.pipeline, self.device = model, pipeline, device
+        self._autocast, self._loss_scale = autocast, loss_scale
         return self
 
     def forward(self, x: Tensor, num_microbatches: int = 4) -> Tensor:
         """Returns the model's output on every process, computed in micro-batches. To train, call forward_backward."""
         parts = _split(x.to(self.device), num_microbatches)
         if self.pipeline is None:
-            return torch.cat([self.layers(part) for part in parts])
+            with self._autocast():
+                return torch.cat([self.layers(part) for part in parts])
         outputs: list[Tensor] = []
 
         def keep(output: Any, index: int) -> Tensor:
             outputs.append(output)
             return torch.zeros((), device=self.device)
 
-        self.pipeline.evaluate([{self.pipeline.entry: part} for part in parts], keep)
+        self.pipeline.evaluate([{self.pipeline.entry: part} for part in parts], keep, lambda index: self._autocast())
         output = _from_last_stage(torch.cat(outputs) if outputs else None, self.pipeline)
         if not torch.is_grad_enabled() or not output.is_floating_point():
             return output
@@ -125,13 +141,15 @@ class PipelineParallelModel(nn.Module):
         def score(output: Any, index: int) -> Tensor:
             loss = loss_fn(output, wanted[index]) * shares[index]
             total.add_(loss.detach())
-            return loss
+            return loss * self._loss_scale() if self._loss_scale else loss
 
         if self.pipeline is None:
             for index, part in enumerate(parts):
-                score(self.layers(part), index).backward()
+                with self._autocast():
+                    loss = score(self.layers(part), index)
+                loss.backward()
             return total
-        self.pipeline.step([{self.pipeline.entry: part} for part in parts], score)
+        self.pipeline.step([{self.pipeline.entry: part} for part in parts], score, lambda index: self._autocast())
         dist.all_reduce(total, group=self.pipeline.group)  # of the last stage; the others have 0
         return total
 

@@ -19,8 +19,9 @@ from shoal.familiar.pipeline import (
 )
 from shoal.parallel.tensor.layers import check_world_sizes
 from shoal.parallel.tensor.tensor_parallel import TensorParallel
-from shoal.strategies import MeshStrategy
+from shoal.strategies import Loop, MeshStrategy
 from shoal.strategies.module_state import share_model
+from shoal.strategies.scaled_gradients import ScaledGradients
 from shoal.types import NO_PLAN, ParallelPlan, StepInfo, Weights
 from shoal.weights.parameter_extras import check_replaceable, make_contiguous
 
@@ -65,7 +66,16 @@ class ThreeDParallelism:
         if strategy.world_size > 1 and strategy.world.group != "imagined":
             share_model(model)  # all start from rank 0's weights
         strategy._place_model(model, (), plan, Weights("built"), "mean")
-        self.model = PipelineParallelModel.of(model, getattr(strategy, "_pipeline", None), strategy.device)
+        scale, self._scaled = strategy._loss_scale, None
+        if scale:
+            self._scaled = ScaledGradients(model, strategy._updates, "step(optimizer) of ThreeDParallelism")
+        self.model = PipelineParallelModel.of(
+            model,
+            getattr(strategy, "_pipeline", None),
+            strategy.device,
+            Loop(strategy).autocast,
+            (lambda: scale.scale) if scale else None,
+        )
 
     def forward(self, x: Tensor, num_microbatches: int = 1) -> Tensor:
         """Returns the output for this rank's part of a batch."""
@@ -79,6 +89,8 @@ class ThreeDParallelism:
 
         Ranks of one data-parallel index, which are those of one pipeline, give the same samples.
         """
+        if self._scaled:
+            self._scaled.after_backward()
         return self.model.forward_backward(x, targets, loss_fn, num_microbatches)
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:

@@ -24,6 +24,7 @@ from shoal.familiar.functions import (
     wrap_model_fsdp,
 )
 from shoal.familiar.sampler import DistributedSampler
+from shoal.strategies.saving import load
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -72,9 +73,12 @@ class DistributedTrainer:
         """Trains one epoch and returns the mean loss over its batches and over all ranks."""
         self._take(optimizer)
         loop, losses = self.loop, torch.zeros(2, device=self.loop.strategy.device)  # their sum and their number
-        sampler: Any = getattr(dataloader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
+        batch_sampler = getattr(dataloader, "batch_sampler", None)
+        samplers: list[Any] = [getattr(dataloader, "sampler", None), batch_sampler]
+        samplers.append(getattr(batch_sampler, "sampler", None))
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
         for batch in dataloader:
             with loop.autocast():
                 loss = self._loss(loop.to_device(batch))
@@ -109,7 +113,8 @@ class DistributedTrainer:
         self._optimizer = optimizer
         if self._without_optimizer is not None:
             path, self._without_optimizer = self._without_optimizer, None
-            self.loop.strategy.load_checkpoint(path, self.loop.model, optimizer)
+            # Not the weights, which may have been changed since they were loaded.
+            load(self.loop.strategy, Path(path), self.loop.model, [optimizer], with_weights=False)
 
     def _loss(self, batch: Any) -> Tensor:
         if self.loss_fn is not None:

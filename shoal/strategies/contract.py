@@ -37,7 +37,7 @@ from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
 from shoal.strategies.own_time import OwnTime
-from shoal.strategies.update import Update
+from shoal.strategies.update import Update, check_separate
 from shoal.tensors import map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
@@ -344,7 +344,9 @@ class DistributedStrategy(ABC):
         from shoal.strategies.saving import placed_model
 
         if optimizer not in self._updates:
-            self._updates[optimizer] = self._update_for(optimizer, placed_model(self, model))
+            plain = placed_model(self, model)
+            check_separate([*self._updates, optimizer], plain)
+            self._updates[optimizer] = self._update_for(optimizer, plain)
         return [optimizer]
 
     def held(self) -> Mapping[str, Held]:

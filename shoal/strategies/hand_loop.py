@@ -35,10 +35,8 @@ from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.module_state import check_storable, share_model
 from shoal.strategies.replaced_parameters import remember_replaced
 from shoal.strategies.saving import load, save
-from shoal.strategies.state import (
-    sharded_parameter,
-)
-from shoal.strategies.update import Update
+from shoal.strategies.scaled_gradients import ScaledGradients
+from shoal.strategies.update import Update, check_separate
 from shoal.torch_private import call_without_hooks, uncompiled
 from shoal.transform.precision import autocast
 from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, Weights
@@ -54,7 +52,6 @@ class Loop:
     def __init__(self, strategy: DistributedStrategy):
         self.strategy = strategy
         self._model: nn.Module | None = None
-        self._optimizers: list[Optimizer] = []
         self._clips: dict[Optimizer, dict[str, float]] = {}
         self._trained: list[bool] = []
         self._skipped: Tensor | None = None
@@ -64,6 +61,7 @@ class Loop:
         self._is_last = self._starts_step = True
         """Whether gradients are exchanged after this micro-batch, and whether the next forward is a step's first."""
         self._has_evaluated = False
+        self._scaled: ScaledGradients | None = None
 
     def wrap(
         self,
@@ -90,8 +88,10 @@ class Loop:
         self._model = model
         plan = plan or ParallelPlan.derive(model)
         with remember_replaced(model):
-            self._optimizers = strategy._place_model(model, builders, plan, weights, "none" if at_step else "mean")
-        self._check_separate(self._optimizers)
+            optimizers = strategy._place_model(
+                model, [*map(_from_model, builders)], plan, weights, "none" if at_step else "mean"
+            )
+        check_separate(optimizers, model)
         self._trained = [p.requires_grad for p in model.parameters()]
         module = strategy.engine
         if strategy._data_groups and strategy.world.group != "imagined":
@@ -100,7 +100,9 @@ class Loop:
             self._forbid_backward_in_methods(model)
         for name in methods:
             setattr(module, name, self._through_engine(module, model, name))
-        return module, *self._optimizers
+        if strategy._loss_scale:
+            self._scaled = ScaledGradients(model, strategy._updates)
+        return module, *optimizers
 
     def add(self, optimizer: Optimizer) -> None:
         """Takes an optimizer that was built by hand from the wrapped model. `step` and `clip` do so by themselves."""
@@ -127,6 +129,8 @@ class Loop:
         """Runs the backward of a mean over this rank's samples; gradients become the mean over ranks."""
         _, engine = self._wrapped()
         scale = self.strategy._loss_scale
+        if self._scaled:
+            self._scaled.after_backward()
         if engine.backward is not None:
             engine.backward(loss, scale.scale if scale else torch.ones((), device=loss.device))
         else:
@@ -152,7 +156,10 @@ class Loop:
                 raise UserError(f"step(): the loop has {len(self._optimizers)} optimizers; pass the one that steps")
             (optimizer,) = self._optimizers
         limits = _limits(max_norm=max_norm)
-        info = self._update_of(optimizer).step(**self._clips.pop(optimizer, {}) | limits)
+        update = self._update_of(optimizer)
+        if self._scaled:
+            self._scaled.before_step(optimizer)
+        info = update.step(**self._clips.pop(optimizer, {}) | limits)
         self._update_scale(optimizer, info)
         return info
 
@@ -247,6 +254,11 @@ class Loop:
 
     # Inside
 
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizers that `wrap` built, and those that joined later, through the loop or its strategy."""
+        return [*self.strategy._updates]
+
     def _wrapped(self) -> tuple[nn.Module, PlainEngine]:
         """Returns the plain model and what computes it; refuses verbs that come before `wrap`."""
         if self._model is None or self.strategy._engine is None:
@@ -258,26 +270,9 @@ class Loop:
         self._wrapped()
         return [optimizer] if optimizer else self._optimizers
 
-    def _check_separate(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuses a parameter that two optimizers have: each of them would step it."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        owners: dict[Tensor, Optimizer] = {}
-        for optimizer in optimizers:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                whole = sharded_parameter(parameter)
-                owner = owners.setdefault(whole, optimizer)
-                if owner is not optimizer:
-                    raise UserError(
-                        f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}, have the parameter "
-                        f"{names.get(whole, 'of another model')}, and both would step it; give each parameter to one"
-                    )
-
     def _update_of(self, optimizer: Optimizer) -> Update:
         """Returns what steps this optimizer; one that was built by hand after `wrap` joins the loop here."""
-        if optimizer not in self.strategy._updates:
-            self._check_separate([*self._optimizers, optimizer])
-            self.strategy._updates[optimizer] = self.strategy._update_for(optimizer, self.model)
-            self._optimizers.append(optimizer)
+        self.strategy._joined(optimizer, self.model)
         return self.strategy._updates[optimizer]
 
     def _check_wrap(
@@ -426,6 +421,23 @@ class Loop:
             raise UserError(
                 f"{verb}: the loop has no optimizer; give wrap a function that builds it, or call loop.add(optimizer)"
             )
+
+
+def _from_model(build: Builder) -> Builder:
+    """Returns a builder that says what it gets if it takes the model for a list of parameters."""
+
+    def build_from(model: nn.Module) -> Optimizer:
+        try:
+            return build(model)
+        except TypeError as error:
+            if not str(error).endswith("object is not iterable") or type(model).__name__ not in str(error):
+                raise
+            raise UserError(
+                "wrap: the function that builds the optimizer gets the model, not its parameters; write lambda model: "
+                "torch.optim.AdamW(model.parameters())"
+            ) from error
+
+    return build_from
 
 
 def _limits(**limits: float | None) -> dict[str, float]:

@@ -35,6 +35,8 @@ _TRAINING = (
     "loss_chunks",
     "sync_batch_norm",
 )
+_NOT_GIVEN: Any = object()
+"""The default of options whose usual value, such as `compression="none"`, has to win over a config if it is given."""
 _RUN = ("seed", "deterministic", "backend", "timeout", "world")
 
 
@@ -113,8 +115,8 @@ SingleGPUStrategy = SingleStrategy
 def DDPStrategy(
     config: Any = None,
     *,
-    compression: str | Mapping[str, Any] = "none",
-    local_sgd: Mapping[str, Any] | None = None,
+    compression: str | Mapping[str, Any] = _NOT_GIVEN,
+    local_sgd: Mapping[str, Any] | None = _NOT_GIVEN,
     **options: Any,
 ) -> DistributedStrategy:
     """Replicas by torch's DistributedDataParallel, whose options are the keys of `distributed.ddp`.
@@ -130,8 +132,8 @@ def DDPStrategy(
 def FSDPStrategy(
     config: Any = None,
     *,
-    mesh: Mapping[str, int] | None = None,
-    compression: str | Mapping[str, Any] = "none",
+    mesh: Mapping[str, int] | None = _NOT_GIVEN,
+    compression: str | Mapping[str, Any] = _NOT_GIVEN,
     **options: Any,
 ) -> DistributedStrategy:
     """Shards by torch's fully_shard, whose options are the keys of `distributed.fsdp`.
@@ -143,7 +145,7 @@ def FSDPStrategy(
     over which the options are merged.
     """
     policy = translate_options(options)
-    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh and dict(mesh), "compression": compression}
+    sections = {"fsdp": _take(options, FSDPConfig), "mesh": mesh, "compression": compression}
     return _from_options(FSDPStrategy, "fsdp", sections, options, FSDPConfig, config, policy=policy)
 
 
@@ -237,6 +239,7 @@ def _from_options(
     `config` is what the options are merged over, if the user gave one.
     """
     name, common = preset.__name__, (*_TRAINING, *_RUN)
+    sections = {key: value for key, value in sections.items() if value is not _NOT_GIVEN}
     if unknown := options.keys() - {*common}:
         key, of_section = min(unknown), section.model_fields if section else ()
         own = signature(preset).parameters.keys() - {"options"}
@@ -247,7 +250,6 @@ def _from_options(
     if config is not None:
         of_run = {key: options[key] for key in ("seed", "deterministic") if key in options}
         sections |= {key: options[key] for key in ("backend", "timeout") if key in options}
-        sections = {key: value for key, value in sections.items() if value not in (None, {}, "none")}
         merged: dict[str, Any] = {
             "training": of_training,
             "experiment": of_run,

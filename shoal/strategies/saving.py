@@ -105,11 +105,12 @@ def load(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     weights_only: bool = False,
+    with_weights: bool = True,
 ) -> dict[str, Any]:
     """Puts back weights, optimizer state and learning rates, saved in any layout; returns the `state` of that save.
 
-    All ranks call it. Raises UserError if it is of another model or optimizer, DamagedCheckpoint if any rank cannot
-    read it; nothing is changed then.
+    Only weights, or all but weights, if the last two arguments say so. All ranks call it. Raises UserError if it is of
+    another model or optimizer, DamagedCheckpoint if any rank cannot read it; nothing is changed then.
     """
     model = placed_model(strategy, model)
     if strategy._roll_call is not None:
@@ -133,6 +134,8 @@ def load(
         raise problem or DamagedCheckpoint(f"{path}: another rank cannot read it")
     if weights_only:
         loaded = TrainState(loaded.model, {}, {})
+    if not with_weights:
+        loaded = TrainState({}, loaded.optimizer, loaded.strategy)
     for optimizer, stored in zip(optimizers, by_optimizer, strict=True):
         strategy.load_state(model, optimizer, loaded)
         restore_settings(optimizer, stored)

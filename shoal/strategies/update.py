@@ -23,7 +23,7 @@ from shoal.parallel.sharding.shards import (
     total_norm,
 )
 from shoal.processes.group import cpu_group
-from shoal.strategies.state import note_initial_state
+from shoal.strategies.state import note_initial_state, sharded_parameter
 from shoal.torch_private import foreach_norm, skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
@@ -220,3 +220,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"the {type(optimizer).__name__} has parameters that are not the model's; build it from the model that the "
             "builder is given, whose parameters may be new ones"
         )
+
+
+def check_separate(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Refuses a parameter that two optimizers have: each of them would step it."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    owners: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            whole = sharded_parameter(parameter)
+            owner = owners.setdefault(whole, optimizer)
+            if owner is not optimizer:
+                raise UserError(
+                    f"two optimizers, {type(owner).__name__} and {type(optimizer).__name__}, have the parameter "
+                    f"{names.get(whole, 'of another model')}, and both would step it; give each parameter to one"
+                )

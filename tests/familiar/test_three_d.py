@@ -113,6 +113,36 @@ def test_rank_0_of_4096_holds_its_part() -> None:
     assert held <= whole / 8 / 8
 
 
+def step_in(precision: str, sizes: tuple[int, int, int]) -> tuple[float, float, set[torch.dtype]]:
+    """Returns the loss, the norm of the gradient, and the types of what layers return."""
+    data, stages, parts = sizes
+    parallel = ThreeDParallelism(build(4), data, stages, parts, device="cpu", mixed_precision=precision)
+    seen = set()
+    for layer in parallel.model.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.5)
+    x, y = (part.tensor_split(data)[parallel.strategy.data_rank] for part in batch())
+    loss = parallel.forward_backward(x, y, mse_loss, num_microbatches=2)
+    if precision == "fp16":
+        with pytest.raises(UserError, match=r"use step\(optimizer\) of ThreeDParallelism"):
+            optimizer.step()
+    norm = parallel.step(optimizer).grad_norm
+    parallel.close()
+    return loss.item(), norm.item(), seen
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1)])
+def test_mixed_precision_is_in_force(pool2: Pool, sizes: tuple[int, int, int]) -> None:
+    exact = pool2.run(step_in, "fp32", sizes, init=False)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for (loss, norm, _), (half, half_norm, seen) in zip(
+            exact, pool2.run(step_in, precision, sizes, init=False), strict=True
+        ):
+            assert seen == {dtype}
+            assert (half, half_norm) == pytest.approx((loss, norm), rel=0.02)
+
+
 def test_mistakes_are_told() -> None:
     with pytest.raises(TypeError, match=r"write ThreeDParallelism\(model, data_parallel_size=\.\.\."):
         ThreeDParallelism(2, 2, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import DamagedCheckpoint
 from shoal.errors import UserError
-from shoal.strategies import DDPStrategy, DistributedStrategy, Loop, SingleStrategy
+from shoal.strategies import DDPStrategy, DistributedStrategy, FSDPStrategy, Loop, SingleStrategy
 
 Pair = namedtuple("Pair", "a b")
 STEPS, ROWS = 4, 12
@@ -491,3 +491,41 @@ def step_two_optimizers_in_fp16() -> list[float]:
 
 def test_the_loss_scale_of_several_optimizers_is_halved_once(pool2):
     assert pool2.run(step_two_optimizers_in_fp16, init=False) == [[2.0**16, 2.0**15, 2.0**15]] * 2
+
+
+def mix_verbs_in_fp16(kind: str) -> dict[str, Any]:
+    """Returns what each mixture of the loop's verbs and torch's does to a model: the error, or the moved distance."""
+    presets: dict[str, Any] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    outcomes: dict[str, Any] = {}
+    for how in ("plain plain", "loop loop", "loop plain", "plain loop"):
+        with presets[kind](device="cpu", mixed_precision="fp16") as strategy:
+            loop = Loop(strategy)
+            (model,) = loop.wrap(build())
+            optimizers = [torch.optim.SGD(p.parameters(), lr=0.1) for p in (loop.model.body, loop.model.head)]
+            before = loop.model.head.weight.detach().clone()
+            backward, step = how.split()
+            try:
+                for _ in range(2):
+                    with loop.autocast():
+                        loss = model(batch(0)[0]).square().mean()
+                    loop.backward(loss) if backward == "loop" else loss.backward()
+                    for optimizer in optimizers:
+                        loop.step(optimizer) if step == "loop" else optimizer.step()
+                        optimizer.zero_grad()
+                outcomes[how] = not torch.equal(before, loop.model.head.weight.detach())
+            except UserError as error:
+                outcomes[how] = str(error)
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_in_fp16_half_of_the_verbs_are_refused(pool2, kind):
+    for outcomes in pool2.run(mix_verbs_in_fp16, kind, init=False):
+        assert outcomes["plain plain"] is outcomes["loop loop"] is True
+        assert outcomes["loop plain"].endswith("use loop.step(optimizer)")
+        assert outcomes["plain loop"].endswith("use loop.backward(loss)")
+
+
+def test_a_builder_that_takes_the_model_for_parameters_is_told():
+    with pytest.raises(UserError, match=r"write lambda model: torch.optim.AdamW\(model.parameters\(\)\)"):
+        Loop(SingleStrategy(device="cpu")).wrap(build(), lambda parameters: torch.optim.AdamW(parameters))

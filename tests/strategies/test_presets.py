@@ -167,3 +167,16 @@ def test_leaving_a_strategy_restores_the_settings_that_it_found(
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
+
+
+def test_keywords_that_are_given_win_over_a_config_also_if_they_are_the_usual_value() -> None:
+    config = {"distributed": {"compression": "powersgd"}}
+    two = World(rank=0, size=2, local_rank=0, local_size=2)
+    assert DDPStrategy(config, device="cpu", world=two).layout.compression.method == "powersgd"
+    assert DDPStrategy(config, compression="none", device="cpu", world=two).layout.compression.method == "none"
+    config = {"distributed": {"local_sgd": {"sync_every": 4}}}
+    assert DDPStrategy(config, device="cpu", world=two).layout.local_sgd is not None
+    assert DDPStrategy(config, local_sgd=None, device="cpu", world=two).layout.local_sgd is None
+    config = {"distributed": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}, "mesh": {"dp_replicate": 2}}}
+    whole = {"sharding_strategy": "FULL_SHARD", "device": "cpu", "world": two}
+    assert FSDPStrategy(config, mesh=None, **whole).layout.mesh["dp_shard"] == 2

@@ -125,3 +125,18 @@ def test_a_model_of_somebody_else_is_refused(tmp_path: Path) -> None:
         nn.init.zeros_(model.weight)
         assert strategy.load_checkpoint(tmp_path / "a", model, optimizer) == {"step": 3}
         assert model.weight.abs().sum() > 0
+
+
+def test_an_optimizer_that_a_strategy_has_seen_is_in_the_saves_of_the_loop(tmp_path: Path) -> None:
+    loop = Loop(SingleStrategy(device="cpu"))
+    model, first = loop.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), lambda model: sgd(model[0]))
+    second = sgd(loop.model[1])
+    loop.strategy.save_checkpoint(tmp_path / "of_second", model, second)
+    loop.backward(model(torch.ones(1, 4)).sum())
+    loop.step(first)
+    loop.step(second)
+    loop.save(tmp_path / "of_both")
+    stored = loop.strategy.load_checkpoint(tmp_path / "of_both")["optimizer"]
+    assert {name for name, slots in stored.items() if slots} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    with pytest.raises(UserError, match=r"two optimizers, SGD and SGD, have the parameter 1\.weight"):
+        loop.strategy.save_checkpoint(tmp_path / "of_third", model, sgd(loop.model[1]))
