@@ -60,9 +60,12 @@ def _refuse_overlap(outer: tuple[str, Layer], inner: tuple[str, Layer]) -> None:
     whole = next(key for key in outer[1].sources if inside.startswith(f"{key}."))
     value, inner_value = _value_at(outer[1].tree, whole), _value_at(inner[1].tree, inside)
     short = {"activation_checkpointing": "mode", "compression": "method"}.get(whole.rpartition(".")[2], "name")
-    section = {short: value} if isinstance(value, str) else {}
+    section: Tree = {short: value} if isinstance(value, str) else {}
     *path, last = inside[len(whole) + 1 :].split(".")
-    section |= reduce(lambda tree, part: {part: tree}, reversed(path), {last: inner_value})
+    nested: Tree = {last: inner_value}
+    for part in reversed(path):
+        nested = {part: nested}
+    section |= nested
     raise UserError(
         f"overrides {outer[0]!r:.200} and {inner[0]!r:.200}: the first sets all of {printable(whole)[:100]}, so one of "
         f"them would be lost; write one section: {printable(whole)[:100]}={one_line(format_value(section))[:200]}"

@@ -240,7 +240,7 @@ def without_replaced(tree: Tree, later: Tree) -> Tree:
     words = _words(later)
     new = {key: value for key, value in words.items() if _turns_on(value)}
     targets = {key: _targets(key) for key in new}
-    strategies = {
+    strategies: set[str] = {
         name for name in ("fsdp", "deepspeed") if name in later and _section(later, name).get("enabled", True)
     }
     if _section(later, "distributed").get("strategy") is not None:
