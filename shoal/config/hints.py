@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from shoal.config.foreign.guide import FSDP, HARDWARE, MODEL
+from shoal.config.foreign.guide import FSDP, HARDWARE, MODEL, QUANTISATION_SECTIONS
 from shoal.config.foreign.rules import Rules
 from shoal.config.foreign.words import WORDS
 
@@ -28,6 +28,8 @@ def hint_for(key: str, prefix: str, fields: Fields, root: Fields | None, fields_
     deeper = [f"{prefix}{name}.{key}" for name, one in fields.items() if key in (fields_of(one) or {})]
     if deeper:
         return _did_you_mean(deeper)
+    if key in QUANTISATION_SECTIONS and not prefix and "model" in fields:
+        return "write its keys into the section model:, such as model.load_in_4bit"
     known = [*_all_keys(root or {}, fields_of)]
     if (rule := OTHER_WORDS.get(key)) is not None and root is not None:
         keys = [one for one in rule.keys if one in known and one != "distributed.strategy"]  # which the others imply

@@ -1,23 +1,24 @@
 """Merges a config file, the bases that it extends and the overrides of the command line; later values win.
 
-Files in Hugging Face's words are translated first, each on its own.
+Files in Hugging Face's words are translated first: those that follow each other are merged in their words, and then
+translated as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import count
+from itertools import combinations, count, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-from shoal.config.foreign.guide import defaults_for, from_guide, is_guide
+from shoal.config.foreign.guide import defaults_for, from_guide, has_our_sections, is_guide, without_replaced
 from shoal.config.foreign.recognise import recognise
 from shoal.config.foreign.rules import Remark
-from shoal.config.yaml import MAX_DEPTH, Sources, Tree, find_leaves, is_section, parse_value, read_yaml
-from shoal.errors import UserError, one_line
+from shoal.config.yaml import MAX_DEPTH, Sources, Tree, find_leaves, format_value, is_section, parse_value, read_yaml
+from shoal.errors import UserError, one_line, printable
 
 COMMAND_LINE = "command line"
 MAX_FILES = 100
@@ -44,21 +45,62 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> Layer:
 def read_overrides(overrides: Sequence[str]) -> Layer:
     """Returns overrides such as `training.max_steps=5` as one layer, in which alternatives contradict."""
     parsed = [_parse_override(override) for override in overrides]
+    for (one, layer), (other, its_layer) in combinations(zip(overrides, parsed, strict=True), 2):
+        _refuse_overlap((one, layer), (other, its_layer))
+        _refuse_overlap((other, its_layer), (one, layer))
     tree: Tree = reduce(merge, (layer.tree for layer in parsed), {})
     return Layer(tree, {key: source for layer in parsed for key, source in layer.sources.items()})
+
+
+def _refuse_overlap(outer: tuple[str, Layer], inner: tuple[str, Layer]) -> None:
+    """Raises UserError if one override sets a value, and the other one a key inside of it: one would be lost."""
+    inside = next((key for key in inner[1].sources for whole in outer[1].sources if key.startswith(f"{whole}.")), None)
+    if inside is None:
+        return
+    whole = next(key for key in outer[1].sources if inside.startswith(f"{key}."))
+    value, inner_value = _value_at(outer[1].tree, whole), _value_at(inner[1].tree, inside)
+    short = {"activation_checkpointing": "mode", "compression": "method"}.get(whole.rpartition(".")[2], "name")
+    section: Tree = {short: value} if isinstance(value, str) else {}
+    *path, last = inside[len(whole) + 1 :].split(".")
+    nested: Tree = {last: inner_value}
+    for part in reversed(path):
+        nested = {part: nested}
+    section |= nested
+    raise UserError(
+        f"overrides {outer[0]!r:.200} and {inner[0]!r:.200}: the first sets all of {printable(whole)[:100]}, so one of "
+        f"them would be lost; write one section: {printable(whole)[:100]}={one_line(format_value(section))[:200]}"
+    )
+
+
+def _value_at(tree: Tree, dotted: str) -> Any:
+    return reduce(lambda section, part: section[part], dotted.split("."), tree)
 
 
 def read_with_bases(path: Path) -> list[Layer]:
     """Returns the bases that a file extends and then the file.
 
-    Files in Hugging Face's words are translated. Their defaults come first of all, because what such a file leaves out
-    has the value that it would have there.
+    Files in Hugging Face's words are translated, as one if they follow each other: there, `bf16: false` undoes a
+    `bf16: true` of the base. Their defaults come first of all, because what such a file leaves out has the value that
+    it would have there.
     """
     read = [Layer(tree, sources) for tree, sources in _read_with_bases(path, (), count())]
-    layers = [Layer(*from_guide(*layer[:2])) if is_guide(layer.tree) else layer for layer in read]
+    layers: list[Layer] = []
+    for ours, group in groupby(read, lambda layer: has_our_sections(layer.tree) and not is_guide(layer.tree)):
+        files = [*group]
+        is_theirs = not ours and any(is_guide(layer.tree) for layer in files)
+        layers += [_translate_as_one(files)] if is_theirs else files
     if layers != read:
         layers.insert(0, Layer(*defaults_for(merge_layers(layers).tree)))
     return layers
+
+
+def _translate_as_one(files: Sequence[Layer]) -> Layer:
+    """Returns files in Hugging Face's words as one layer in ours; the later wins."""
+    tree: Tree = {}
+    sources: Sources = {}
+    for later in files:
+        tree, sources = merge(without_replaced(tree, later.tree), later.tree), {**sources, **later.sources}
+    return Layer(*from_guide(tree, sources))
 
 
 def merge_layers(layers: Iterable[Layer]) -> Layer:

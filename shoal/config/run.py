@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from shoal.config.body import check_callbacks_of_body, import_body
 from shoal.config.callbacks import CallbackChoice, check_callbacks
 from shoal.config.classes import import_class, say_choices
+from shoal.config.foreign.guide import LORA
 from shoal.config.foreign.rules import Remark
 from shoal.config.importable import NOT_IMPORTABLE, config_of
 from shoal.config.imports import check_imports
@@ -77,15 +78,15 @@ class Run:
         `derived` are values by dotted key for keys that the config leaves out. They are written as comments: as values
         they would contradict a later override of another factor of the batch size.
         """
-        tree, derived = self.tree(), derived or {}
+        (tree, sources), derived = _in_one_spelling(self.tree(), self.sources), derived or {}
         if only_changed:
-            tree, derived = self._changed(tree), {}
-        rows = [*_rows(tree, self.sources, derived)]
+            tree, derived = self._changed(tree, sources), {}
+        rows = [*_rows(tree, sources, derived)]
         width = min(60, max(len(left) for left, _ in rows))
         lines = [f"{left:<{width}}  # {note}" if note else left for left, note in rows]
         return "".join(f"{line}\n" for line in [*lines, *(f"# not in force: {remark}" for remark in self.remarks)])
 
-    def _changed(self, tree: Tree) -> Tree:
+    def _changed(self, tree: Tree, sources: Sources) -> Tree:
         """Returns the part of the tree that differs from a run of the same recipe with defaults.
 
         If the recipe has required keys, there is no such run, and all values that were set are returned.
@@ -95,7 +96,21 @@ class Run:
             defaults = flatten(check_run({"recipe": self.config.recipe, "training": {"max_steps": 1}}).tree())
         for key in ("recipe", "experiment.name", "training.max_steps"):  # set above, or after the file
             defaults.pop(key, None)
-        return _without(tree, defaults, self.sources)
+        return _without(tree, defaults, sources)
+
+
+def _in_one_spelling(tree: Tree, sources: Sources) -> tuple[Tree, Sources]:
+    """Returns the tree without the other spellings of adapters' keys, such as `lora.rank`, which are null once they
+    are read, and the sources at the keys that they set, such as `lora.r`."""
+    lora = tree.get("lora") or {}
+    spellings = {
+        key: str(rule.ours)
+        for key, rule in LORA.items()
+        if rule.ours and key in lora and lora[key] is None and str(rule.ours).removeprefix("lora.") in lora
+    }
+    moved = {ours: sources[f"lora.{key}"] for key, ours in spellings.items() if f"lora.{key}" in sources}
+    kept = {key: value for key, value in lora.items() if key not in spellings}
+    return {**tree, **({"lora": kept} if lora else {})}, {**sources, **moved}
 
 
 def _without(tree: Tree, defaults: Tree, sources: Sources, prefix: str = "") -> Tree:

@@ -65,7 +65,7 @@ def test_a_null_section_of_a_file_is_switched_off(tmp_path: Path) -> None:
     text = "recipe: text_lora\nmodel: {name: x}\nlora: {r: 4}\ndataset: {train_file: a}\ntraining: {max_steps: 5}\n"
     assert load(tmp_path, text).recipe_config.lora.r == 4
     assert load(tmp_path, text, "lora=null").recipe_config.lora is None
-    assert load(tmp_path, text, "lora=null", "lora.r=8").recipe_config.lora.r == 8
+    assert "lora={r: 8}" in refuse(tmp_path, text, "lora=null", "lora.r=8")
     assert refuse(tmp_path, MINIMAL, "training=null") == "training (command line) is missing"
     assert load(tmp_path, MINIMAL, "experiment=null").config.experiment.name == "run"
 
@@ -499,3 +499,13 @@ def test_the_shipped_configs_are_valid(path: Path) -> None:
         assert isinstance(yaml.safe_load(path.read_text()), dict)
     else:
         load_run(path)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_override_inside_of_another_is_refused(tmp_path: Path, order: int) -> None:
+    overrides = ["training.optimizer=adamw_8bit", "training.optimizer.eps=1e-6"][::order]
+    message = refuse(tmp_path, "recipe: bdh\ntraining: {max_steps: 1}\n", *overrides)
+    assert all(override in message for override in overrides)
+    assert "training.optimizer={name: adamw_8bit, eps: 1e-06}" in message
+    overrides = ["distributed.fsdp=null", "distributed.fsdp.forward_prefetch=true"]
+    assert "distributed.fsdp={forward_prefetch: true}" in refuse(tmp_path, "recipe: bdh\n", *overrides)

@@ -204,6 +204,9 @@ def half(name: str) -> Convert:
 
     def convert(value: Any, section: Section) -> Any:
         if value is False:
+            other = section.get("mixed_precision")
+            if isinstance(other, str) and PRECISIONS.get(other.lower()) == name:
+                return Refused(f"mixed_precision = {other:.100} turns it on; leave one of them out")
             return Idle("it is off anyway")
         return name if value is True else value
 

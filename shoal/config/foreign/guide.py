@@ -13,6 +13,7 @@ Words of the section `training` may also stand at the top of the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from shoal.config.foreign.conversions import DTYPES, PRECISIONS, by_name, only, recompute, strategy_with
@@ -107,6 +108,8 @@ def _attention(value: Any, section: Section) -> Any:
     return "sdpa" if isinstance(value, str) and value.startswith("flash_attention") else value
 
 
+QUANTISATION_SECTIONS = ("quantization", "quantization_config", "bnb_config")
+"""The names of the section in `model` that has bitsandbytes' keys."""
 _QUANTISATION = {
     "load_in_4bit": "load_in_4bit",
     "load_in_8bit": "load_in_8bit",
@@ -131,14 +134,15 @@ MODEL: Rules = {
     ),
     **{
         f"{section}.{theirs}": Rule(f"model.{ours}")
-        for section in ("quantization", "quantization_config", "bnb_config")
+        for section in QUANTISATION_SECTIONS
         for theirs, ours in _QUANTISATION.items()
     },
     **{
         f"{section}.{key}": _COMPUTE_DTYPE
-        for section in ("quantization", "quantization_config", "bnb_config")
+        for section in QUANTISATION_SECTIONS
         for key in ("bnb_4bit_compute_dtype", "compute_dtype")
     },
+    **{f"{section}.*": Rule(why="it is not a key of bitsandbytes that shoal has") for section in QUANTISATION_SECTIONS},
     "device_map": idle("the strategy places the model"),
     "use_cache": idle("training uses no cache"),
     "low_cpu_mem_usage": idle("every rank reads its own shards alone"),
@@ -211,17 +215,116 @@ def is_guide(tree: Tree) -> bool:
     return bool(words) and not _OUR_SECTIONS & {*tree}
 
 
+def has_our_sections(tree: Tree) -> bool:
+    """Returns whether a file has a section that shoal alone has."""
+    return bool(_OUR_SECTIONS & {*tree})
+
+
+_ADAM = {"adam_beta1", "adam_beta2", "adam_epsilon"}
+_COMBINED = (
+    *({word, *_ADAM} for word in ("optim", "use_8bit_adam")),
+    *({word, "lr_scheduler_kwargs"} for word in ("lr_scheduler_type", "lr_scheduler")),
+    *({word, "eval_steps"} for word in ("eval_strategy", "evaluation_strategy")),
+    *({"save_strategy", "load_best_model_at_end", word} for word in ("save_steps", "checkpointing_steps")),
+    {"metric_for_best_model", "greater_is_better"},
+)
+"""Words that set a key of ours together."""
+_SAME_CHOICE = {"training.num_epochs": "training.max_steps", "training.warmup_ratio": "training.warmup_steps"}
+
+
+def without_replaced(tree: Tree, later: Tree) -> Tree:
+    """Returns a guide without the words that a later file replaces by other words for the same key of ours.
+
+    What the later file turns off, as `bf16: false` does, replaces no other word: `fp16: true` of the base stays.
+    """
+    words = _words(later)
+    new = {key: value for key, value in words.items() if _turns_on(value)}
+    targets = {key: _targets(key) for key in new}
+    strategies: set[str] = {
+        name for name in ("fsdp", "deepspeed") if name in later and _section(later, name).get("enabled", True)
+    }
+    if _section(later, "distributed").get("strategy") is not None:
+        strategies.add("distributed")
+
+    def is_replaced(dotted: str) -> bool:
+        section, _, word = dotted.rpartition(".")
+        if section in ("fsdp", "deepspeed") and strategies - {section}:
+            return True
+        if (section == "training" and word in words) or (not section and f"training.{word}" in words):
+            return True  # the same word, at the other of the two places that it may have
+        return any(
+            dotted != key
+            and _targets(dotted) & targets[key]
+            and not any(word != key.rpartition(".")[2] and {word, key.rpartition(".")[2]} <= both for both in _COMBINED)
+            for key in new
+        )
+
+    def kept(section: Tree, prefix: str) -> Tree:
+        inner = {
+            key: kept(value, f"{prefix}{key}.") if is_section(value) and value else value
+            for key, value in section.items()
+            if (is_section(value) and f"{prefix}{key}" not in RULES) or not is_replaced(f"{prefix}{key}")
+        }
+        return {key: value for key, value in inner.items() if value != {} or section[key] == {}}
+
+    return kept(tree, "")
+
+
+def _words(tree: Tree, prefix: str = "") -> Tree:
+    """Returns the values of a guide by dotted key; options such as `lr_scheduler_kwargs` are one value."""
+    words: Tree = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        words |= _words(value, f"{dotted}.") if is_section(value) and dotted not in RULES else {dotted: value}
+    return words
+
+
+def _turns_on(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, int | float) and value < 0)
+
+
+def _targets(dotted: str) -> set[str]:
+    """Returns our keys that a word of a guide decides on, without the strategy that sections of options imply."""
+    rule = RULES.get(dotted)
+    keys = {dotted} if rule is None else {*rule.keys}
+    return {_SAME_CHOICE.get(key, key) for key in keys} - {"distributed.strategy"}
+
+
 def from_guide(tree: Tree, sources: Sources) -> tuple[Tree, Sources, tuple[Remark, ...]]:
     """Returns a guide in our words, and its keys that change nothing. Raises UserError for the first that shoal cannot
     follow."""
-    as_they_are = {f"{key}.*": Rule(f"{key}.*") for key in tree}
+    as_they_are = {f"{key}.*": Rule(f"{key}.*") for key in tree if key not in RULES}
     words: dict[str, Rule] = {
         name: WORDS[name] for name in ("fsdp", "deepspeed") if name in tree and not is_section(tree[name])
     }
-    result = translate(tree, sources, {**as_they_are, **RULES, **words})
+    tree = {
+        **_with_no_clipping(tree),
+        **{name: _with_no_clipping(tree[name]) for name in ("training",) if name in tree},
+    }
+    together = {**tree, **_section(tree, "training")}
+    result = translate(tree, sources, {**as_they_are, **RULES, **words}, dict.fromkeys(("", "training."), together))
     if result.refused:
-        raise UserError(str(result.refused[0]) + (f" (and {len(more)} more)" if (more := result.refused[1:]) else ""))
+        first = result.refused[0]
+        raise UserError(
+            str(first) + _near(first.key) + (f" (and {len(more)} more)" if (more := result.refused[1:]) else "")
+        )
     return result.tree, result.sources, result.idle
+
+
+def _near(dotted: str) -> str:
+    """Returns the question whether another key was meant, for an unknown key of bitsandbytes, or an empty text."""
+    section, _, key = dotted.rpartition(".")
+    if dotted in RULES or section.removeprefix("model.") not in QUANTISATION_SECTIONS:
+        return ""
+    known = [name.removeprefix(f"{section}.") for name in RULES if name.startswith(f"{section}.")]
+    near = get_close_matches(key, known, n=1)
+    return f"; did you mean {section}.{near[0]}?" if near else ""
+
+
+def _with_no_clipping(section: Any) -> Any:
+    """Returns a section in which `max_grad_norm: null`, which turns clipping off there, is written as 0."""
+    is_null = is_section(section) and section.get("max_grad_norm", 0) is None
+    return {**section, "max_grad_norm": 0} if is_null else section
 
 
 def _is_about_images(tree: Tree) -> bool:

@@ -115,7 +115,12 @@ def optimizer_option(value: Any, section: Mapping[str, Any]) -> dict[str, Any] |
 def schedule(section: Mapping[str, Any]) -> Any:
     """Returns our `training.lr_scheduler` for the words `lr_scheduler_type`, `lr_scheduler` and
     `lr_scheduler_kwargs`."""
-    theirs = section.get("lr_scheduler_type") or section.get("lr_scheduler") or "linear"
+    given_type, other = section.get("lr_scheduler_type"), section.get("lr_scheduler")
+    if given_type and other and given_type != other:
+        return Refused(
+            f"lr_scheduler_type = {given_type!s:.100} and lr_scheduler = {other!s:.100} contradict; leave one out"
+        )
+    theirs = given_type or other or "linear"
     if not isinstance(theirs, str):
         return theirs
     if theirs in REFUSED_SCHEDULES:

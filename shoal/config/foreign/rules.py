@@ -120,6 +120,8 @@ class _Setting:
 class _Translation:
     rules: Rules
     sources: Sources
+    together: Mapping[str, Mapping[str, Any]]
+    """What conversions are given in place of a section, by its prefix, such as `training.`."""
     settings: dict[str, _Setting] = field(default_factory=dict)
     """What is set, by our dotted key."""
     inside: dict[str, str] = field(default_factory=dict)
@@ -143,7 +145,7 @@ class _Translation:
             elif rule is not None and value is None:
                 continue  # null is what other programs write for a key that is not set
             elif rule is not None or (rule := _by_pattern(dotted, self.rules)) is not None:
-                self.apply(rule, dotted, value, section)
+                self.apply(rule, dotted, value, self.together.get(prefix, section))
             else:
                 self.refused.append(self.remark(dotted, value, UNKNOWN))
 
@@ -191,13 +193,16 @@ class _Translation:
         return source if ours == foreign else ", ".join(filter(None, (source, f"written there as {foreign}")))
 
 
-def translate(tree: Tree, sources: Sources, rules: Rules) -> Translated:
+def translate(
+    tree: Tree, sources: Sources, rules: Rules, together: Mapping[str, Mapping[str, Any]] | None = None
+) -> Translated:
     """Returns a foreign tree in our words. Raises UserError if two foreign keys contradict each other.
 
     The caller decides what happens with keys that have no counterpart: a file that is trained is refused, and one that
-    is rewritten as a config of ours has them as comments.
+    is rewritten as a config of ours has them as comments. `together` has what conversions are given in place of a
+    section, by its prefix: words of `training.` may also stand at the top.
     """
-    translation = _Translation(rules, sources)
+    translation = _Translation(rules, sources, together or {})
     translation.add(tree)
     ours: Tree = {}
     for key, setting in translation.settings.items():

@@ -525,3 +525,104 @@ def test_the_json_as_it_is_published_contradicts_its_file(tmp_path: Path, monkey
     different = {"type": "AdamW", "params": {**ZERO_2["optimizer"]["params"], "lr": 3e-4}}
     with pytest.raises(UserError, match=r"optimizer.params.lr = 0.0003 contradicts training.learning_rate = 0.0001"):
         layout_with(tmp_path, monkeypatch, {**ZERO_2, "optimizer": different})
+
+
+def extend(folder: Path, base: dict[str, Any], later: dict[str, Any]) -> Run:
+    (folder / "base.yaml").write_text(yaml.safe_dump(base, sort_keys=False))
+    return load(folder, {"extends": "base.yaml", **later})
+
+
+@pytest.mark.parametrize(
+    ("base", "later", "expected"),
+    [
+        ({"bf16": True}, {"bf16": False}, {"mixed_precision": "fp32"}),
+        ({"fp16": True}, {"bf16": False}, {"mixed_precision": "fp16"}),
+        ({"bf16": True}, {"mixed_precision": "fp16"}, {"mixed_precision": "fp16"}),
+        (
+            {"gradient_checkpointing": True},
+            {"gradient_checkpointing": False},
+            {"activation_checkpointing.mode": "none"},
+        ),
+        (
+            {"optim": "adamw_8bit"},
+            {"adam_beta2": 0.95},
+            {"optimizer.name": "adamw_8bit", "optimizer.betas": [0.9, 0.95]},
+        ),
+        ({"optim": "adamw_8bit"}, {"optimizer": "sgd"}, {"optimizer.name": "sgd"}),
+        (
+            {"learning_rate": 1e-3},
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+            {"lr_scheduler.min_ratio": 0.01},
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+            {"learning_rate": 1e-3},
+            {"lr_scheduler.min_ratio": 0.01, "learning_rate": 1e-3},
+        ),
+        ({"warmup_ratio": 0.1}, {"warmup_ratio": None}, {"warmup_ratio": None}),
+        ({"warmup_ratio": 0.1}, {"lr_warmup_steps": 5}, {"warmup_ratio": None, "warmup_steps": 5}),
+        ({"max_steps": 100}, {"num_train_epochs": 3}, {"max_steps": None, "num_epochs": 3}),
+        ({"max_grad_norm": 0.5}, {"max_grad_norm": None}, {"max_grad_norm": None}),
+    ],
+)
+def test_a_later_file_undoes_and_completes_its_base(
+    tmp_path: Path, base: dict[str, Any], later: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = flatten(extend(tmp_path, guide(training=base), {"training": later}).tree()["training"])
+    assert {key: found[key] for key in expected} == expected
+    at_top = (
+        flatten(extend(tmp_path, guide(training=base), later).tree()["training"]) if "optimizer" not in later else found
+    )
+    assert at_top == found
+
+
+def test_a_later_file_chooses_another_strategy(tmp_path: Path) -> None:
+    base = guide(fsdp={"enabled": True})
+    assert extend(tmp_path, base, {"fsdp": {"enabled": False}}).config.distributed.strategy != "fsdp"
+    assert (
+        extend(
+            tmp_path, base, {"distributed": {"strategy": "ddp"}, "hardware": {"num_gpus": 2}}
+        ).config.distributed.strategy
+        == "ddp"
+    )
+
+
+@pytest.mark.parametrize("value", [None, 0])
+def test_no_norm_means_no_clipping(tmp_path: Path, value: Any) -> None:
+    assert training(tmp_path, max_grad_norm=value)["max_grad_norm"] is None
+    assert load(tmp_path, guide() | {"max_grad_norm": value}).config.training.max_grad_norm is None
+
+
+def test_words_at_the_top_and_in_training_are_read_together(tmp_path: Path) -> None:
+    words = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-5},
+        "eval_strategy": "steps",
+    }
+    found = flatten(
+        load(tmp_path, guide(training=words) | {"learning_rate": 1e-3, "logging_steps": 7}).tree()["training"]
+    )
+    assert (found["lr_scheduler.min_ratio"], found["eval_steps"]) == (pytest.approx(0.01), 7)
+
+
+def test_words_that_contradict_are_refused(tmp_path: Path) -> None:
+    message = refuse(tmp_path, guide(training={"lr_scheduler": "cosine", "lr_scheduler_type": "linear"}))
+    assert "lr_scheduler_type = linear and lr_scheduler = cosine contradict" in message
+    assert "mixed_precision = bf16" in refuse(tmp_path, guide(training={"bf16": False, "mixed_precision": "bf16"}))
+
+
+def test_a_typo_in_the_quantisation_is_named(tmp_path: Path) -> None:
+    message = refuse(tmp_path, guide(model={"quantization_config": {"load_in_4bits": True}}))
+    assert "model.quantization_config.load_in_4bits" in message
+    assert "guide.yaml:" in message
+    assert "did you mean model.quantization_config.load_in_4bit?" in message
+    assert "the section model:" in refuse(tmp_path, guide(quantization_config={"load_in_4bit": True}))
+
+
+def test_another_spelling_on_the_command_line_is_shown_at_the_key(tmp_path: Path) -> None:
+    shown = load(tmp_path, guide(), "lora.rank=64", "lora.alpha=16").to_yaml()
+    lines = {line.split(":")[0].strip(): line for line in shown.splitlines()}
+    assert "64" in lines["r"]
+    assert "command line" in lines["r"]
+    assert "command line" in lines["lora_alpha"]
+    assert not {"rank", "alpha", "dropout"} & {*yaml.safe_load(shown)["lora"]}
