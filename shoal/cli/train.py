@@ -149,7 +149,7 @@ def _start_fresh(run: Run) -> None:
 
 def _print_stopped(number: signal.Signals, run: Run, command: list[str]) -> None:
     """Says that a run ended before its first step, and how to continue one that has checkpoints."""
-    from shoal.checkpoint.latest import checkpoint_folders
+    from shoal.checkpoint.folders import checkpoint_folders
 
     folders = checkpoint_folders(run.config.output_dir)
     saved = f"the last checkpoint is still {folders[-1].name}" if folders else "nothing to save"
