@@ -16,8 +16,8 @@ def ten_times(number):
 
 
 #: Runs a function in processes of this machine, and returns what it returns by rank. On several machines, start the
-#: script on each with `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `NODE_RANK`. Without `start_method="fork"` a script
-#: calls it below `if __name__ == "__main__":`, as it does with torch.multiprocessing.spawn.
+#: script on each with `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE` and `NODE_RANK`. Without
+#: `start_method="fork"` a script calls it below `if __name__ == "__main__":`, as with torch.multiprocessing.spawn.
 results = launch_distributed(ten_times, 10, processes=2, start_method="fork")
 
 assert results == [0, 10]
