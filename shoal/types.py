@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,7 +64,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of a step's forward and backward: sums over the global batch, on the device, equal on all ranks."""
+    """The result of a step's forward and backward: sums over the global batch, on the device, equal on all ranks.
+
+    Under `local_sgd` they are of this rank's slice alone, because ranks exchange nothing in a step.
+    """
 
     total: Tensor
     """The sum of all losses."""
@@ -88,6 +91,15 @@ class StepInfo:
     """The norm of the whole gradient, before clipping."""
     skipped: Tensor
     """1 if the step was skipped because the gradient was not finite, else 0."""
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of some steps, read from the device, over all ranks."""
+
+    totals: list[float]
+    counts: list[float]
+    grad_norms: list[float]
+    skipped: list[float]
 
 
 @dataclass(frozen=True)

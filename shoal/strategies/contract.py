@@ -46,7 +46,17 @@ from shoal.transform.compile import CompiledModules
 from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
-from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
+from shoal.types import (
+    NO_PLAN,
+    MicroBatch,
+    Objective,
+    ParallelPlan,
+    StepInfo,
+    StepNumbers,
+    StepOutput,
+    TrainState,
+    Weights,
+)
 
 DRAWN = Weights("init")
 Builder = Callable[[nn.Module], Optimizer]
@@ -266,9 +276,10 @@ class DistributedStrategy(ABC):
         own_count = self._sum(counts, micro_batches)
         if own_time.is_on:
             own_time.stop()
-        count, self._step = self.sum_over_data(own_count), step
         # Under local_sgd every rank trains alone, on its slice of the batch.
-        per_count = _per_count(own_count if self.layout.local_sgd else count, self._loss_scale)
+        is_alone, self._step = self.layout.local_sgd is not None, step
+        count = own_count if is_alone else self.sum_over_data(own_count)
+        per_count = _per_count(count, self._loss_scale)
         scales = [per_count * micro.weight for micro in micro_batches]
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
@@ -280,8 +291,8 @@ class DistributedStrategy(ABC):
                 losses = self._executor.forward_backward(batches, scales, recipe, measures, step)
         if own_time.is_on:
             own_time.end()
-        total = self.sum_over_data(self._sum(losses, micro_batches))
-        return StepOutput(total, count, measures.by_name)
+        own_total = self._sum(losses, micro_batches)
+        return StepOutput(own_total if is_alone else self.sum_over_data(own_total), count, measures.by_name)
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> StepInfo:
         """Clips the gradient to `max_norm`, updates, and clears it; an update that is not finite is skipped."""
@@ -289,6 +300,11 @@ class DistributedStrategy(ABC):
         if self._loss_scale:
             self._loss_scale.update(info.skipped)
         return info
+
+    def read_steps(self, steps: Sequence[tuple[StepOutput, StepInfo]]) -> StepNumbers:
+        """Returns the numbers of some steps over all ranks, for which the host waits. All ranks call it."""
+        columns = zip(*[(o.total, o.count, info.grad_norm, info.skipped) for o, info in steps], strict=True)
+        return StepNumbers(*[torch.stack(column).tolist() for column in columns])
 
     @torch.no_grad()
     def evaluate(
@@ -400,6 +416,17 @@ class DistributedStrategy(ABC):
     def max_over_ranks(self, number: int) -> int:
         """Returns the highest number that any rank has. Sent as a CPU tensor, so that no device is waited for."""
         return number if self.world.size == 1 else self._max(number, (None,))
+
+    def start_max_over_ranks(self, number: int) -> Callable[[], int]:
+        """Sends the number to all ranks in the background; the function returned waits for the highest of them."""
+        highest = torch.tensor(number)
+        work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=cpu_group(None), async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(highest)
+
+        return wait
 
     def any_rank(self, condition: bool) -> bool:
         """Returns whether the condition holds on any rank."""

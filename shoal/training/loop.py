@@ -163,6 +163,7 @@ class Shell:
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
         measure_next = self.observers.meter.measure_next
         hooks, handle, before_step = self.hooks, self.hooks.run, bool(self.hooks.calls["before_step"])
+        agrees_ahead = self.strategy.world_size > 1 and not before_step and not hooks.calls["after_step"]
         watchdog.at("waiting for data", self.step + 1)
         with _collector_paused():
             for micro_batches in islice(loader, self._steps_left()):
@@ -171,18 +172,21 @@ class Shell:
                 measure_next(self.step % log_every >= log_every - MEASURED_STEPS)
                 if before_step:
                     hooks.call("before_step")
+                agreeing = self._start_agreeing() if agrees_ahead else None
                 yield micro_batches
                 self.count_step()
                 advance(self.step)
                 watchdog.started = True
                 if self.step % log_every == 0 or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
+                    agreeing = None if hooks.has_any else agreeing
                     if handle.requested_return is not None:
                         self.goes_back = self._go_back(handle.requested_return)
                         return
                 if self.step % eval_every == 0 or self.ends_epoch(training.eval_epochs):
                     self.evaluate(body)
-                ends = self.agree_to_stop() or handle.stop_reason is not None or self.step == self.total_steps
+                    agreeing = None if hooks.has_any else agreeing
+                ends = self.agree_to_stop(agreeing) or handle.stop_reason is not None or self.step == self.total_steps
                 is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
                 is_due = is_due or self.ends_epoch(saving.every_epochs)
                 if is_due and not ends:
@@ -265,22 +269,32 @@ class Shell:
         size = every * self.loaders.epoch_size
         return self._samples // size > self._step_start // size
 
-    def agree_to_stop(self) -> bool:
+    def agree_to_stop(self, agreeing: Callable[[], int] | None = None) -> bool:
         """Returns whether any rank was asked to stop, which all of them then do after the same step.
 
-        Ranks get signals at different moments, and their clocks differ. The number is 2 × signal + (a save is due), so
-        that one exchange decides both; a run that stops always saves.
+        `agreeing` is what `_start_agreeing` has returned before the step, so that the exchange took place during it.
+        Without it ranks exchange what they have to say now, and wait for each other.
         """
         self.watchdog.at("agreeing whether to stop", self.step)
-        number, is_late = self.stop.signal, int(self.checkpoints.is_late())
-        has_request = self.hooks.run.has_request
-        agreed = self.strategy.max_over_ranks(_REQUEST * has_request + 2 * number + is_late)
+        agreed = self.strategy.max_over_ranks(self._to_agree_on()) if agreeing is None else agreeing()
         if agreed >= _REQUEST:  # all that the ranks have to say, because the sum is that of one of them
-            self.stopped_by, late = self.hooks.agree((number, is_late))
+            self.stopped_by, late = self.hooks.agree((self.stop.signal, int(self.checkpoints.is_late())))
         else:
             self.stopped_by, late = divmod(agreed, 2)
         self._save_soon |= late == 1
         return self.stopped_by > 0
+
+    def _start_agreeing(self) -> Callable[[], int]:
+        """Sends what this rank has to say while the step computes. A signal during the step is told with the next."""
+        return self.strategy.start_max_over_ranks(self._to_agree_on())
+
+    def _to_agree_on(self) -> int:
+        """Returns 2 × signal + (a save is due), so that one exchange decides both; a run that stops always saves.
+
+        Ranks get signals at different moments, and their clocks differ.
+        """
+        own = 2 * self.stop.signal + self.checkpoints.is_late()
+        return _REQUEST + own if self.hooks.run.has_request else own
 
     def check_sync(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Stops the run if ranks that should be replicas drifted apart, or took each other's samples."""

@@ -41,7 +41,7 @@ class Meter:
         peak = peak_flops(strategy.device, "tf32" if training.tf32 and precision == "fp32" else precision)
         self._peak_flops = peak and peak * strategy.world_size
         self._steps: list[tuple[StepOutput, StepInfo]] = []
-        self._counted = 0.0
+        self._counted = self._grad_norm = 0.0
         self._skipped_steps = skipped_steps
         self._since_log = since_log or SinceLog()
         known = self._since_log.object_paths.items()  # the recipe may have changed since
@@ -65,14 +65,13 @@ class Meter:
 
         Without `restart` the next line begins where this one began. All ranks call it together.
         """
-        _, info = self._steps[-1]
         times = self._settle(loader)
         seconds, since_log = max(time.perf_counter() - self._since, 1e-9), self._since_log
         measured = {**means(since_log.metrics), **self._objects.compute(since_log.object_paths)}
         metrics = {
             "train/loss": since_log.loss,
             **{f"train/{name}": value for name, value in measured.items()},
-            "train/grad_norm": info.grad_norm.item(),
+            "train/grad_norm": self._grad_norm,
             "train/skipped_steps": self._skipped_steps,
             f"train/{self._unit}_per_second": self._counted / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
@@ -123,9 +122,9 @@ class Meter:
         if not self._steps:
             return []
         since_log = self._since_log
-        totals = torch.stack([output.total for output, _ in self._steps]).tolist()
-        counts = torch.stack([output.count for output, _ in self._steps]).tolist()
-        for total, count in zip(totals, counts, strict=True):
+        numbers = self._strategy.read_steps(self._steps)
+        self._grad_norm = numbers.grad_norms[-1]
+        for total, count in zip(numbers.totals, numbers.counts, strict=True):
             since_log.total, since_log.count = since_log.total + total, since_log.count + count
             self._counted += count
         if self._counted == inf:
@@ -137,7 +136,7 @@ class Meter:
         )
         since_log.metrics = add_up(sums, since_log.metrics)
         since_log.object_paths |= paths
-        for skipped in torch.stack([info.skipped for _, info in self._steps]).tolist():
+        for skipped in numbers.skipped:
             self._skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self._steps.clear()
