@@ -60,7 +60,7 @@ def test_whether_to_stop_is_sent_before_a_step_computes(toy: ToyRun, pool2: Pool
 
 def test_a_hook_that_may_ask_in_a_step_is_obeyed_after_it(toy: ToyRun, pool2: Pool) -> None:
     (toy.folder / "asking.py").write_text(HOOK)
-    keys = ["callbacks=[{name: \"asking:Asks\"}]", "distributed.strategy=ddp"]
+    keys = ['callbacks=[{name: "asking:Asks"}]', "distributed.strategy=ddp"]
     events, _ = pool2.run(train_noting, toy.config, keys, init=False)
     assert "enough" in (toy.output / "logs" / "rank_0.log").read_text()
     assert max(toy.metrics()) <= 3
