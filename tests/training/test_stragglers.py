@@ -97,7 +97,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if "data" in case else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if "backward" in case else pytest.mark.slow) for case in CASES]
 )
 def test_a_rank_slowed_by_half_is_named_within_two_windows(
     case: str,
