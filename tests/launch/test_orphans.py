@@ -97,7 +97,9 @@ def launch_shells(config: Path, grace_seconds: str) -> None:
     """Runs shoal's launcher; its two processes are shells, which start at once."""
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace_seconds
     with patch.object(launcher, "worker_command", lambda arguments: ["/bin/sh", "-c", WAITS]):
-        sys.exit(launcher.start(load_run(config, ["launch.procs_per_node=2"]), World(starts=2), []))
+        sys.exit(
+            launcher.start(load_run(config, ["launch.procs_per_node=2"]), World(address="127.0.0.1", starts=2), [])
+        )
 
 
 WAITS = "trap 'touch saved_$RANK; exit 143' TERM; echo $$ > pid_$RANK; while :; do sleep 0.05; done"
@@ -113,7 +115,7 @@ def test_a_launcher_that_gets_a_signal_ends_its_processes(
     process = start_process(launch_shells, toy.config, "0" if is_killed else str(PATIENCE_SECONDS))
     try:
         files = [toy.folder / f"pid_{rank}" for rank in range(2)]
-        wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        wait_for(lambda: not process.is_alive() or all(file.exists() and file.read_text() for file in files))
         pids = [int(file.read_text()) for file in files]
         assert listening_addresses([process.pid]) == {"0100007F"}  # 127.0.0.1
         if is_killed:
