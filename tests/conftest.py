@@ -8,10 +8,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from uuid import uuid4
 
 import pytest
 from garbage import keep_imports_frozen
@@ -126,6 +127,49 @@ PATIENCE_SECONDS = 400
 """How long a test waits for what has to happen: so long that a busy machine decides no test."""
 
 
+class ForkedShoal:
+    """The command `shoal` in a process of its own, forked from one that has imported shoal: that takes tenths of a
+    second, and a new one takes seconds. It has what tests use of `subprocess.Popen`."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], out: Path | None = None):
+        from pool import start_process
+
+        self._out = out or folder / f"shoal-{uuid4().hex}.out"
+        self._err = out or self._out.with_suffix(".err")
+        with contextlib.chdir(folder):
+            self._process = start_process(_run_shoal, arguments, out=self._out, err=self._err)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float = PATIENCE_SECONDS) -> int | None:
+        self._process.join(timeout)
+        assert self.returncode is not None, "the process has not ended in time"
+        return self.returncode
+
+    def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
+        self.wait(timeout)
+        return self._out.read_text(), self._err.read_text()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_shoal(arguments: Sequence[str]) -> None:
+    from shoal.cli.main import main
+
+    sys.argv = ["shoal", *arguments]
+    main()
+
+
 class ToyRun:
     """A folder with a user's recipe and config."""
 
@@ -149,6 +193,10 @@ class ToyRun:
             cwd=self.folder,
             **{"timeout": PATIENCE_SECONDS, **options},
         )
+
+    def fork(self, *arguments: str) -> ForkedShoal:
+        """Starts the command `shoal` in a process that has imported shoal already."""
+        return ForkedShoal(self.folder, arguments)
 
     def train(self, *overrides: str) -> Any:
         """Trains in this process."""

@@ -41,13 +41,14 @@ def test_version_and_help_import_little() -> None:
 
 
 def test_train_prints_how_it_ended(toy: ToyRun) -> None:
-    result = toy.shoal("train", "run.yaml", "training.max_steps=3")
-    assert result.returncode == 0, result.stderr
-    assert "finished at step 3" in result.stdout
-    assert "tensorboard --logdir" in result.stdout
-    assert "training.max_steps=6" in result.stdout
-    assert result.stdout.count("training.max_steps=3") == 0  # the hint must not have both values
-    assert "\x1b" not in result.stdout + result.stderr  # piped: no bars, no colours
+    process = toy.fork("train", "run.yaml", "training.max_steps=3")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "finished at step 3" in out
+    assert "tensorboard --logdir" in out
+    assert "training.max_steps=6" in out
+    assert out.count("training.max_steps=3") == 0  # the hint must not have both values
+    assert "\x1b" not in out + err  # to files: no bars, no colours
     again = toy.call("train", "out/config.yaml")
     assert again.returncode == 0, again.stderr
     assert "already" in again.stdout

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE_SECONDS
+from pool import start_process
 from test_docs import blocks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -251,13 +252,15 @@ if __name__ == "__main__":
 
 def test_launch_distributed(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    result = run_python(tmp_path, "script.py")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = start_process(runpy.run_path, tmp_path / "script.py", None, "__main__", out=out, err=err)
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode == 0, err.read_text()
+    lines = out.read_text().splitlines()
     assert lines[0] == "[(0, tensor(30.)), (1, tensor(30.))]"
     assert lines[1] == "[[6.0], [6.0], [6.0]]"
     assert lines[2] == "ValueError the sky is green This was raised in rank 1:"
-    assert 'raise Picky(1, 2) if how == "picky" else ValueError(how)' in result.stdout
+    assert 'raise Picky(1, 2) if how == "picky" else ValueError(how)' in out.read_text()
     assert "RuntimeError Picky: 1 and 2 This was raised in rank 1:" in lines
     assert "RuntimeError rank 1 was killed by SIGKILL before it returned" in lines
 

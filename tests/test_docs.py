@@ -67,11 +67,18 @@ def train_here(config: Path, overrides: list[str]) -> int:
     return train(load_run(config, overrides)).step
 
 
-SLOW = {"shoal verify configs/demo.yaml": pytest.mark.slow}  # tests/verify proves smaller models
+DEMO = "shoal train configs/demo.yaml"
+SLOW = [
+    "shoal verify configs/demo.yaml",  # tests/verify proves smaller models
+    f"{DEMO} training.max_steps=600 logging.every=50",  # as without these keys
+    f"{DEMO} launch.procs_per_node=2 distributed.strategy=fsdp",  # as with ddp
+    f"{DEMO} launch.procs_per_node=2 distributed.strategy=deepspeed distributed.zero_stage=3",
+]
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(c, id=c, marks=SLOW.get(c, ())) for c in commands() if "configs/" in c]
+    "command",
+    [pytest.param(c, id=c, marks=pytest.mark.slow if c in SLOW else ()) for c in commands() if "configs/" in c],
 )
 def test_commands_in_the_docs_run(command: str, tmp_path: Path, pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -87,6 +94,12 @@ def test_commands_in_the_docs_run(command: str, tmp_path: Path, pool2: Pool, mon
     else:
         result = call_shoal(ROOT, *words[1:])
         assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", SLOW)
+def test_the_keys_of_slow_commands_in_the_docs_are_valid(command: str) -> None:
+    config, *overrides = shlex.split(command)[2:]
+    load_run(ROOT / config, overrides)
 
 
 def test_the_recipe_in_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

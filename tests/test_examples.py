@@ -160,7 +160,8 @@ def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[
     )
 
 
-@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the tests below train the same in the processes of a pool
+@pytest.mark.parametrize("machines", [1, 2])
 def test_the_scripts_start_two_processes(alone, tmp_path, machines):
     """On one machine or on two; there are eight samples per update, by processes or by accumulation."""
     common = [*TINY, "--dropout", "0", "--max_iters", "4"]

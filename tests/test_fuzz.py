@@ -475,7 +475,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
 
 
 def test_nothing_but_a_user_error(fuzzer: Fuzzer) -> None:
-    for number in range(300):
+    for number in range(150):
         fuzzer.try_one(number)
 
 

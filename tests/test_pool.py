@@ -191,7 +191,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    "failure", [pytest.param(name, marks=() if name == "raise" else pytest.mark.slow) for name in FAILURES]
+)
 def test_a_failure_costs_one_run(pool2, failure):
     function, args, rank, message = FAILURES[failure]
     pids = pool2.run(os.getpid)
@@ -211,6 +213,7 @@ def test_a_failure_costs_one_run(pool2, failure):
     print(f"next run: {time.monotonic() - started:.2f} s")
 
 
+@pytest.mark.slow
 def test_a_raise_shows_where_the_peer_waits_and_what_it_printed(pool2):
     with pytest.raises(WorkerFailure) as caught:
         pool2.run(raise_on, 1)
@@ -222,6 +225,7 @@ def test_a_raise_shows_where_the_peer_waits_and_what_it_printed(pool2):
     assert "about to fail" in peer
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_workers(pool2):
     pids = pool2.run(os.getpid)
     main = threading.main_thread().ident
@@ -236,6 +240,7 @@ def test_an_interrupt_ends_the_workers(pool2):
     assert pool2.run(sum_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_twenty_small_trainings(pool2):
     started = time.monotonic()
     losses = [pool2.run(train_step, kind, seed) for seed in range(10) for kind in ("ddp", "fsdp")]
@@ -245,6 +250,7 @@ def test_twenty_small_trainings(pool2):
         assert ddp == pytest.approx(fsdp, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_close_leaves_no_process():
     with Pool(2) as pool:
         pids = pool.run(os.getpid)
@@ -269,7 +275,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("exit", marks=pytest.mark.slow), "kill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["exit", "kill"])
 def test_no_worker_outlives_the_caller(tmp_path, end):
     """`exit`: without closing the pool. `kill`: by SIGKILL, while one worker sleeps and one sits in a collective."""
     script = tmp_path / "caller.py"
@@ -310,6 +317,7 @@ def keep_threads(number: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_workers_with_too_many_threads_are_replaced():
     with Pool(1) as pool:
         first, *_ = pool.run(keep_threads, 1)

@@ -48,7 +48,7 @@ def saved_by_deepspeed(folder: str, stage: int) -> dict[str, Any]:
         return {name: whole(tensor) for name, tensor in state.model.items()} | moments
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_checkpoints_of_all_stages_are_imported(pool2: Pool, tmp_path: Path, stage: int) -> None:
     """The model has two parameter groups, frozen layers, a tied one, and parameters that do not divide evenly."""
     expected, _ = pool2.run(saved_by_deepspeed, str(tmp_path / "theirs"), stage, init=False)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,14 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_SECONDS, ToyRun
+from conftest import PATIENCE_SECONDS, ForkedShoal, ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, run_lock
 from shoal.checkpoint.run_lock import Holder, RunLock
 from shoal.errors import UserError
 from shoal.processes.detect import detect
-
-SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
 
 
 @pytest.fixture
@@ -122,7 +119,7 @@ def test_heartbeats_of_another_machine_are_seen(tmp_path: Path, move_to_another_
 
 
 @pytest.mark.usefixtures("quickly_stale")
-@pytest.mark.parametrize("clock_seconds", [0, 100, -100])
+@pytest.mark.parametrize("clock_seconds", [pytest.param(0, marks=pytest.mark.slow), 100, -100])
 def test_a_holder_without_heartbeats_is_replaced_whatever_its_clock(
     tmp_path: Path, clock_seconds: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +248,7 @@ def _contend(folder: Path, start: Any, results: Any) -> None:
     time.sleep(2 * PATIENCE_SECONDS)  # until it is killed, so that no other process finds the folder free
 
 
-@pytest.mark.parametrize("before", ["nothing", "a dead holder"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "a dead holder"])
 def test_of_many_runs_that_start_at_once_one_gets_the_lock(
     tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,25 +275,23 @@ def test_of_many_runs_that_start_at_once_one_gets_the_lock(
 
 
 @pytest.fixture
-def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[subprocess.Popen[str]]:
+def running(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> Iterator[ForkedShoal]:
     """Starts a run that has saved a checkpoint and would train for minutes."""
     change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')
-    command = (*SHOAL, "training.max_steps=5000")
-    with subprocess.Popen(
-        command, cwd=toy.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        try:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while find_latest_checkpoint(toy.output) is None:
-                assert process.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.02)
-            yield process
-        finally:
-            process.kill()
+    process = toy.fork("train", "run.yaml", "training.max_steps=5000")
+    try:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while find_latest_checkpoint(toy.output) is None:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> None:
+def test_two_runs_on_one_folder(toy: ToyRun, running: ForkedShoal) -> None:
     before = (toy.output / "config.yaml").read_text()
     second = toy.call("train", "run.yaml", "logging.every=7")
     assert second.returncode == 2
@@ -314,14 +309,14 @@ def test_two_runs_on_one_folder(toy: ToyRun, running: subprocess.Popen[str]) -> 
 
 
 def test_a_run_that_was_suspended_for_long_ends(
-    toy: ToyRun, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    toy: ToyRun, running: ForkedShoal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
     with RunLock(toy.output) as taken:
         running.send_signal(signal.SIGCONT)
-        _, errors = running.communicate(timeout=PATIENCE_SECONDS)
+        _, errors = running.communicate()
         taken.check()
     assert running.returncode == 2
     assert errors.startswith(f"shoal: error: {toy.output} was taken over by process {os.getpid()} on ")

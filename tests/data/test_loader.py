@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from itertools import islice
@@ -16,6 +14,7 @@ import torch
 from conftest import PATIENCE_SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import start_process
 
 from shoal.data import BatchSchedule, Loader, samples_at
 from shoal.data import loader as loader_module
@@ -350,27 +349,24 @@ def test_an_error_in_a_worker_is_raised_in_the_training_process(error):
     traceback.clear_frames(raised.tb)  # ends the workers: of an iterator that is garbage they take ten seconds
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang():
+def load_until_a_worker_dies():
+    loader = Loader(KillsItsProcess(20), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)
+    print("started", flush=True)
+    for _ in loader:
+        pass
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path):
     # In a separate process, because torch reports the death from a signal handler, which may interrupt any code.
-    code = (
-        "from test_loader import *\n"
-        "loader = Loader(KillsItsProcess(20), stack, BatchSchedule.constant(4, 2), seed=0, num_workers=2)\n"
-        "print('started')\n"
-        "for _ in loader: pass"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert ran.returncode == 1
-    assert "started" in ran.stdout
-    assert re.search("killed|EOFError|Connection", ran.stderr)
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = start_process(load_until_a_worker_dies, out=out, err=err)
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode == 1
+    assert "started" in out.read_text()
+    assert re.search("killed|EOFError|Connection", err.read_text())
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_start_methods(method):
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method(method, force=True)

@@ -1,13 +1,13 @@
 import io
 import json
 import pickle
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
 from conftest import PATIENCE_SECONDS
+from pool import start_process
 from pydantic import ValidationError
 
 from shoal.data import ByteTokenizer, TextDataset, load_tokenizer, open_text, prepare_text, token_cache
@@ -159,27 +159,27 @@ def test_a_failed_preparation_publishes_nothing(folder, cache, monkeypatch):
     assert open_text(text(folder, seq_length=8, eval_fraction=0))[0].tokens.tolist() == TOKENS
 
 
-SLOW = """
-import sys, time
-from shoal.data import ByteTokenizer, TextDataset, open_text, prepare_text
-encode = ByteTokenizer.encode
-def slow(self, text):
-    open(sys.argv[2], "a").write("encoded\\n")
-    time.sleep(0.5)
-    return encode(self, text)
-ByteTokenizer.encode = slow
-config = TextDataset(name="text", files=sys.argv[1], seq_length=8, eval_fraction=0)
-prepare_text(config)
-print(open_text(config)[0].tokens.tolist())
-"""
+def prepare_slowly(folder, log):
+    encode = ByteTokenizer.encode
+
+    def slow(self, text):
+        with log.open("a") as file:
+            file.write("encoded\n")
+        time.sleep(0.5)
+        return encode(self, text)
+
+    ByteTokenizer.encode = slow
+    config = text(folder, seq_length=8, eval_fraction=0)
+    prepare_text(config)
+    print(open_text(config)[0].tokens.tolist())
 
 
 def test_two_processes_prepare_the_text_once(folder, tmp_path):
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", SLOW, str(folder), str(log)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
-    assert [json.loads(output) for output in outputs] == [TOKENS, TOKENS]
+    log, outputs = tmp_path / "log", [tmp_path / "a", tmp_path / "b"]
+    processes = [start_process(prepare_slowly, folder, log, out=out) for out in outputs]
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+    assert [json.loads(out.read_text()) for out in outputs] == [TOKENS, TOKENS]
     assert log.read_text().count("encoded") == 2  # the two documents, once
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ToyRun
+from conftest import PATIENCE_SECONDS, ToyRun
 from hypothesis import given
 from hypothesis import strategies as st
+from pool import start_process
 
-from shoal.errors import one_line, printable
+from shoal.config import load_run
+from shoal.errors import UserError, one_line, printable
+from shoal.launch.worker import as_worker
 from shoal.observe.console import Console
 from shoal.observe.loggers import JsonlLogger, Loggers
+from shoal.processes.board import open_board
+from shoal.processes.world import World
 from shoal.training.observers import Warnings
 
 EVIL = "a\nshoal: error: forged\r\x1b[31mred\x1b]0;title\x07 [red]markup[/] :skull: \u2028\u202e\udcff end"
@@ -109,34 +111,26 @@ def test_an_error_in_one_process(toy: ToyRun) -> None:
     assert_harmless(result.stderr, lines=1)
 
 
-FAILS = f"""
-import os, sys
-from shoal.config import load_run
-from shoal.errors import UserError
-from shoal.launch.worker import as_worker
-from shoal.processes.board import open_board
-from shoal.processes.world import World
-
-board = open_board("127.0.0.1", 0, loopback_only=True)
-board.set(", start 0, roll 1/rank 1", "")  # or rank 0 would wait for it
-world = World(0, 2, 0, 2, address="127.0.0.1", port=board.port, launcher_keeps_board=True)
-with as_worker(load_run("run.yaml", []), world):
-    raise (UserError if sys.argv[1] == "user" else ValueError)({EVIL!r})
-"""
+def fail_as_worker(config: Path, kind: str) -> None:
+    board = open_board("127.0.0.1", 0, loopback_only=True)
+    board.set(", start 0, roll 1/rank 1", "")  # or rank 0 would wait for it
+    world = World(0, 2, 0, 2, address="127.0.0.1", port=board.port, launcher_keeps_board=True)
+    with as_worker(load_run(config, []), world):
+        raise (UserError if kind == "user" else ValueError)(EVIL)
 
 
 @pytest.mark.parametrize("kind", ["user", pytest.param("other", marks=pytest.mark.slow)])
 def test_an_error_in_one_of_several_processes(toy: ToyRun, kind: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(toy.folder), *sys.path])}
-    command = [sys.executable, "-c", FAILS, kind]
-    result = subprocess.run(command, cwd=toy.folder, env=environment, capture_output=True, text=True)
+    err = toy.folder / "err"
+    process = start_process(fail_as_worker, toy.config, kind, err=err)
+    process.join(PATIENCE_SECONDS)
     log = (toy.output / "logs" / "rank_0.log").read_text()
-    assert result.stderr.removeprefix("shoal: rank 0 failed\n") == log
+    assert err.read_text().removeprefix("shoal: rank 0 failed\n") == log
     if kind == "user":
         assert_harmless(log, lines=1)
-        assert result.returncode == 2
+        assert process.exitcode == 2
     else:
         assert "\n  shoal: error: forged" in log
         assert not any(line.startswith("shoal:") for line in log.splitlines())
         assert "\x1b" not in log
-        assert result.returncode == 1
+        assert process.exitcode == 1

@@ -108,7 +108,7 @@ def test_a_process_that_dies_at_any_call(saved_run: Path, tmp_path: Path, step: 
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("step", [8, 6])
+@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.slow), 6])
 def test_an_error_at_any_call(saved_run: Path, tmp_path: Path, step: int, fault: int) -> None:
     """The process lives on. A save that raises has not replaced anything; one that does not is complete."""
     for folder, faulty in attempts(saved_run, tmp_path, step, fault):

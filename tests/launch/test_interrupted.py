@@ -46,8 +46,9 @@ def undisturbed(toy: ToyRun, pool: Any, *overrides: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("victims", [[1], pytest.param([1, 0], marks=pytest.mark.slow)])
 def test_a_killed_rank_is_started_again_and_nothing_is_lost(
-    toy: ToyRun, gate: Gate, pool2: Any, victims: list[int]
+    toy: ToyRun, gate: Gate, pool2: Any, change_recipe: Callable[[str, str], None], victims: list[int]
 ) -> None:
+    change_recipe("def build_model(self):", "def build_model(self):\n        print('printed by the recipe')")
     gate.close_after(4)
     with Launched(toy, TWO) as run:
         for step, victim in zip((4, 6), victims, strict=False):
@@ -60,11 +61,15 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
     again = "was killed by SIGKILL; starting again, from the last checkpoint if there is one"
     expected = [f"shoal: rank {victim} {again} ({number} of 3)" for number, victim in enumerate(victims, 1)]
     assert run.err.splitlines() == expected
+    assert run.out.count("step 10/10  loss") == 1
     assert run.out.count("finished at step 10") == 1
+    assert "step 10/10  loss" in (toy.output / "logs" / "rank_0.log").read_text()
+    assert "printed by the recipe" in (toy.output / "logs" / "rank_1.log").read_text()
     assert tensors(toy.output, 10) == undisturbed(toy, pool2, TWO)
     assert toy.metrics() == toy.metrics(output=toy.folder / "whole")
 
 
+@pytest.mark.slow  # as in test_machines.py
 def test_a_run_is_not_restarted_more_often_than_max_restarts(slow_toy: ToyRun) -> None:
     with Launched(slow_toy, TWO, "launch.max_restarts=0") as run:
         run.until(run.ranks)
@@ -95,18 +100,19 @@ STOPS = {
 }
 
 
+@pytest.mark.slow  # test_orphans.py has a launcher of shells
 @pytest.mark.parametrize(
     ("target", "number", "workers"),
     [
         ("the launcher", signal.SIGTERM, 1),
-        pytest.param("rank 1", signal.SIGTERM, 0, marks=pytest.mark.slow),
-        pytest.param("rank 0", signal.SIGUSR1, 0, marks=pytest.mark.slow),
-        pytest.param("the launcher", signal.SIGUSR1, 0, marks=pytest.mark.slow),
-        pytest.param("the terminal", signal.SIGINT, 0, marks=pytest.mark.slow),
-        pytest.param("the launcher", signal.SIGINT, 0, marks=pytest.mark.slow),
-        pytest.param("rank 0", signal.SIGTERM, 1, marks=pytest.mark.slow),
-        pytest.param("rank 1", signal.SIGINT, 1, marks=pytest.mark.slow),
-        pytest.param("the terminal", signal.SIGINT, 2, marks=pytest.mark.slow),
+        ("rank 1", signal.SIGTERM, 0),
+        ("rank 0", signal.SIGUSR1, 0),
+        ("the launcher", signal.SIGUSR1, 0),
+        ("the terminal", signal.SIGINT, 0),
+        ("the launcher", signal.SIGINT, 0),
+        ("rank 0", signal.SIGTERM, 1),
+        ("rank 1", signal.SIGINT, 1),
+        ("the terminal", signal.SIGINT, 2),
     ],
 )
 def test_a_signal_saves_once_and_ends_the_run(
@@ -155,8 +161,9 @@ def test_a_signal_while_data_is_prepared(
     assert run.out == f"stopped by {received.name} before the first step; nothing to save\n"
 
 
+@pytest.mark.slow  # test_orphans.py has a launcher of shells
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("stopped", [[1], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([], [0, 1]))])
+@pytest.mark.parametrize("stopped", [[1], [], [0, 1]])
 def test_a_run_listens_on_loopback_only_and_killing_its_launcher_leaves_no_orphans(
     slow_toy: ToyRun, stopped: list[int]
 ) -> None:

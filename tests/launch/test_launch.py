@@ -43,6 +43,7 @@ def assert_same_weights(toy: ToyRun) -> None:
     torch.testing.assert_close(several, one)
 
 
+@pytest.mark.slow  # so does a run whose rank is killed, in test_interrupted.py
 def test_two_processes_train_and_print_once(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("def build_model(self):", "def build_model(self):\n        print('printed by the recipe')")
     with Launched(toy, TWO, *SAME) as run:
@@ -286,7 +287,10 @@ def train_here(config: Path, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("calls_with_all", "override", "key"),
-    [(0, "static_graph=false", "find_unused_parameters"), (5, "static_graph=true", "static_graph = true")],
+    [
+        (0, "static_graph=false", "find_unused_parameters"),
+        pytest.param(5, "static_graph=true", "static_graph = true", marks=pytest.mark.slow),
+    ],
 )
 def test_an_error_of_ddp_names_the_key_to_change(
     toy: ToyRun, change_recipe: Callable[[str, str], None], pool2: Pool, calls_with_all: int, override: str, key: str
@@ -298,6 +302,7 @@ def test_an_error_of_ddp_names_the_key_to_change(
         pool2.run(train_here, toy.config, keys, init=False)
 
 
+@pytest.mark.slow  # tests/faults/test_injection.py has one worker
 def test_an_exception_is_printed_once_and_not_retried(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe("def loss(self, output, batch):", "def loss(self, output, batch):\n        self.fail_on_rank_1()")
     change_recipe(

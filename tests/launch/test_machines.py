@@ -105,6 +105,16 @@ def test_a_failure_on_one_machine_starts_both_again(machines: Any, capfd: Any) -
     assert len([other for other in said if "joined the run" in other]) == 2  # in each attempt
 
 
+def test_a_run_is_not_restarted_more_often_than_max_restarts(machines: Any, capfd: Any) -> None:
+    script = f"[ $RANK = 1 ] && exit 7; {WAITS}"
+    _, first = machines(0, script, FIXED, "launch.max_restarts=1")
+    _, second = machines(1, script, FIXED, "launch.max_restarts=1")
+    assert results(first, second) == [1, 1]
+    said = capfd.readouterr().err.splitlines()
+    assert said.count(f"shoal: rank 1 ended with exit code 7; {AGAIN} (1 of 1)") == 2
+    assert said.count("shoal: rank 1 ended with exit code 7; giving up after 1 restarts") == 2
+
+
 def test_the_second_machine_says_where_the_run_is(toy: ToyRun, machines: Any, capfd: Any) -> None:
     _, first = machines(0, "exit 0", FIXED)
     _, second = machines(1, "exit 0", FIXED)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from conftest import PATIENCE_SECONDS
+from conftest import PATIENCE_SECONDS, ToyRun
+from launched import listening_addresses
+from pool import start_process
 
-import shoal
-from shoal.launch import guard
+from shoal.config import load_run
+from shoal.launch import guard, launcher
+from shoal.launch.spawn import run_function
+from shoal.launch.worker import _exit_with_launcher
+from shoal.processes.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -63,30 +70,21 @@ def test_the_guard_continues_stopped_processes_then_kills_them_unless_it_was_dis
             worker.kill()
 
 
-SPAWNS = f"""
-import os, signal, sys, time
-sys.path.insert(0, {str(Path(shoal.__file__).parent.parent)!r})
-from pathlib import Path
-from shoal.launch.spawn import run_function
-
-def work(folder):
-    Path(folder, "pid " + os.environ["RANK"]).write_text(str(os.getpid()))
+def work(folder: Path) -> None:
+    (folder / f"pid {os.environ['RANK']}").write_text(str(os.getpid()))
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1000)
 
-run_function(work, (sys.argv[1],), 2, "fork")
-"""
-
 
 def test_the_processes_of_a_function_end_with_their_parent_also_when_they_are_stopped(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", SPAWNS, str(tmp_path)]) as parent:
-        try:
-            wait_for(lambda: [path for path in tmp_path.glob("pid *") if path.read_text()][1:])
-            pids = [int((tmp_path / f"pid {rank}").read_text()) for rank in range(2)]
-            wait_for(lambda: state(pids[1]) == "T")
-        finally:
-            parent.kill()
+    parent = start_process(run_function, work, (tmp_path,), 2, "fork")
+    try:
+        wait_for(lambda: [path for path in tmp_path.glob("pid *") if path.read_text()][1:])
+        pids = [int((tmp_path / f"pid {rank}").read_text()) for rank in range(2)]
+        wait_for(lambda: state(pids[1]) == "T")
+    finally:
+        parent.kill()
     try:
         wait_for(lambda: not any(state(pid) not in ("", "Z") for pid in pids))
     finally:
@@ -95,23 +93,73 @@ def test_the_processes_of_a_function_end_with_their_parent_also_when_they_are_st
                 os.kill(pid, signal.SIGKILL)
 
 
-FAILS = f"""
-import os, socket, sys
-sys.path.insert(0, {str(Path(shoal.__file__).parent.parent)!r})
-from shoal.launch.spawn import run_function
+def launch_shells(config: Path, grace_seconds: str) -> None:
+    """Runs shoal's launcher; its two processes are shells, which start at once."""
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace_seconds
+    with patch.object(launcher, "worker_command", lambda arguments: ["/bin/sh", "-c", WAITS]):
+        sys.exit(
+            launcher.start(load_run(config, ["launch.procs_per_node=2"]), World(address="127.0.0.1", starts=2), [])
+        )
 
-def fail():
+
+WAITS = "trap 'touch saved_$RANK; exit 143' TERM; echo $$ > pid_$RANK; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+def test_a_launcher_that_gets_a_signal_ends_its_processes(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """It passes signals on. If it was killed, the guard ends the processes. Its board listens on loopback alone."""
+    is_killed = number == signal.SIGKILL
+    monkeypatch.chdir(toy.folder)
+    process = start_process(launch_shells, toy.config, "0" if is_killed else str(PATIENCE_SECONDS))
+    try:
+        files = [toy.folder / f"pid_{rank}" for rank in range(2)]
+        wait_for(lambda: not process.is_alive() or all(file.exists() and file.read_text() for file in files))
+        pids = [int(file.read_text()) for file in files]
+        assert listening_addresses([process.pid]) == {"0100007F"}  # 127.0.0.1
+        if is_killed:
+            os.kill(pids[1], signal.SIGSTOP)
+        os.kill(process.pid, number)
+        process.join(PATIENCE_SECONDS)
+        assert process.exitcode == (-number if is_killed else 128 + signal.SIGTERM)
+        wait_for(lambda: not any(state(pid) not in ("", "Z") for pid in pids))
+    finally:
+        process.kill()
+    assert [(toy.folder / f"saved_{rank}").exists() for rank in range(2)] == [not is_killed] * 2
+
+
+def fork_worker(folder: Path) -> None:
+    """Forks a process that saves when it gets SIGTERM, and leaves it alone."""
+    if os.fork():
+        time.sleep(1000)
+    signal.signal(signal.SIGTERM, lambda number, frame: ((folder / "saved").touch(), os._exit(0)))
+    _exit_with_launcher(World(launcher_pid=os.getppid()))
+    (folder / "ready").touch()
+    time.sleep(1000)
+
+
+def test_a_worker_saves_when_its_launcher_was_killed(tmp_path: Path) -> None:
+    process = start_process(fork_worker, tmp_path)
+    wait_for((tmp_path / "ready").exists)
+    process.kill()
+    wait_for((tmp_path / "saved").exists)
+
+
+def fail() -> None:
     raise ValueError(os.environ["MASTER_PORT"])
 
-try:
-    run_function(fail, (), 1, "fork")
-except ValueError as error:
-    with socket.socket() as probe:
-        print(probe.connect_ex(("127.0.0.1", int(str(error)))) != 0)
-"""
+
+def connect_after_an_error() -> None:
+    try:
+        run_function(fail, (), 1, "fork")
+    except ValueError as error:
+        with socket.socket() as probe:
+            print(probe.connect_ex(("127.0.0.1", int(str(error)))) != 0)
 
 
-def test_an_error_of_a_function_does_not_keep_the_board_open() -> None:
+def test_an_error_of_a_function_does_not_keep_the_board_open(tmp_path: Path) -> None:
     """The next launch in the same process may fork, and a forked process cannot close the board of its parent."""
-    result = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert result.stdout == "True\n", result.stderr
+    out, err = tmp_path / "out", tmp_path / "err"
+    start_process(connect_after_an_error, out=out, err=err).join(PATIENCE_SECONDS)
+    assert out.read_text() == "True\n", err.read_text()

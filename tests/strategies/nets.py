@@ -43,8 +43,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero_3": (DeepSpeedStrategy, {"stage": 3, "stage3_param_persistence_threshold": 0}),
 }
 """Strategies by a name, with their options."""
-_needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
-ZERO_1, ZERO_3 = (pytest.param(kind, marks=_needs_deepspeed) for kind in ("zero_1", "zero_3"))
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+ZERO_1, ZERO_3 = (pytest.param(kind, marks=needs_deepspeed) for kind in ("zero_1", "zero_3"))
+SLOW_ZERO_1 = pytest.param("zero_1", marks=[needs_deepspeed, pytest.mark.slow])
 
 
 def make(kind: str, **options: Any) -> DistributedStrategy:

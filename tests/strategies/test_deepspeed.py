@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the pack
 
 ALL_SPLIT = {"stage": 3, "stage3_param_persistence_threshold": 0}
 STAGES: dict[str, dict[str, Any]] = {"1": {"stage": 1}, "2": {"stage": 2}, "3": ALL_SPLIT}
+SOME_STAGES = ["3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("1", "2"))]
 
 
 def zero(options: dict[str, Any], recipe: Any, count: int = 3, sgd: bool = False) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def alone() -> dict[str, Any]:
     return steps(SingleStrategy(device="cpu"), Narrow(), 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_fewer_rows_than_ranks(pool2: Pool, alone: dict[str, Any], stage: str) -> None:
     """Frozen and shared parameters, and rows that end in the middle of a rank's part; moments too."""
     ranks = pool2.run(zero, STAGES[stage], Narrow(), init=False)
@@ -79,7 +80,7 @@ def test_fp16_skips_together_and_scales(pool2: Pool) -> None:
     assert all(np.isfinite(tensor).all() for tensor in ranks[0]["weights"].values())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 def test_fp32_skips_together(pool2: Pool, stage: str) -> None:
     for outcome in pool2.run(zero, STAGES[stage], Overflowing(0), 4, init=False):
         assert outcome["skipped"] == [0, 1, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE_SECONDS
+from pool import start_process
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -96,6 +99,10 @@ def start(files: tuple[Path, ...]) -> tuple[int, float]:
         return grown[0], float(strategy.sum_over_data(torch.as_tensor(total)))
 
 
+def start_two(files: tuple[Path, ...], results: Path) -> None:
+    results.write_text(json.dumps(run_function(start, (files,), 2, "fork")))
+
+
 @pytest.mark.parametrize("kind", [pytest.param("init", marks=pytest.mark.slow), "files"])
 def test_a_rank_starts_with_its_shard_and_one_block(tmp_path: Path, kind: str) -> None:
     model, _ = build(Large().build_model, Weights("built"), seed=0)
@@ -105,8 +112,11 @@ def test_a_rank_starts_with_its_shard_and_one_block(tmp_path: Path, kind: str) -
         save_file(model.state_dict(), files[0])
         expected = sum(p.detach().double().abs().sum().item() for p in model.parameters())
     del model
-    ranks = run_function(start, (files,), 2, "spawn")
-    for grown, total in ranks:
+    results = tmp_path / "results.json"
+    process = start_process(start_two, files, results)  # a new one: the workers of a pool reuse their memory
+    process.join(PATIENCE_SECONDS)
+    assert process.exitcode == 0
+    for grown, total in json.loads(results.read_text()):
         allowed = MODEL_BYTES / 2 + BLOCK_BYTES + 16 * MIB  # and what Python, gloo and a mesh need
         assert MODEL_BYTES / 4 <= grown <= allowed, f"{grown / MIB:.0f} MiB, allowed {allowed / MIB:.0f}"
         if kind == "files":

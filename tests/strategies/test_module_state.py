@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from strategies.nets import PLAN, ZERO_1, ZERO_3, Net, Points, adamw, make, micro_batch, rows, squares, whole
+from strategies.nets import (
+    PLAN,
+    SLOW_ZERO_1,
+    ZERO_1,
+    ZERO_3,
+    Net,
+    Points,
+    adamw,
+    make,
+    micro_batch,
+    needs_deepspeed,
+    rows,
+    squares,
+    whole,
+)
 from torch import Tensor, nn
 
 from shoal.checkpoint import open_checkpoint, write_checkpoint
@@ -18,6 +32,7 @@ from shoal.types import MicroBatch, Weights
 
 BUILT = Weights("built")
 LAYOUTS = ["ddp", "fsdp", "fsdp_no_shard", ZERO_1, ZERO_3]
+SOME_LAYOUTS = ["ddp", "fsdp", ZERO_3, SLOW_ZERO_1, pytest.param("fsdp_no_shard", marks=pytest.mark.slow)]
 STEPS = 6
 
 
@@ -90,7 +105,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", SOME_LAYOUTS)
 def test_a_buffer_that_begins_to_move_late(tmp_path: Path, pool2: Pool, kind: str) -> None:
     """All ranks start a step with rank 0's value; saving changes nothing; a resumed run ends as an undisturbed one."""
     first, second = pool2.run(train, kind, LateNet, init=False)
@@ -102,7 +117,7 @@ def test_a_buffer_that_begins_to_move_late(tmp_path: Path, pool2: Pool, kind: st
     assert_equal(resumed["end"], first["end"])
 
 
-@pytest.mark.parametrize("kind", ["tp_fsdp", "hybrid"])
+@pytest.mark.parametrize("kind", ["tp_fsdp", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_a_buffer_that_begins_to_move_late_on_a_mesh(tmp_path: Path, pool4: Pool, kind: str) -> None:
     ranks = pool4.run(train, kind, LateNet, init=False)
     for result in ranks[1:]:
@@ -128,7 +143,7 @@ def train_by_hand(kind: str, exchange: str | None, folder: Path | None) -> dict[
         return {"starts": starts[::2], "end": whole(strategy.state(loop.model, loop._optimizers[0]).model)}
 
 
-@pytest.mark.parametrize("kind", [*LAYOUTS, "ddp at_step"])
+@pytest.mark.parametrize("kind", [*SOME_LAYOUTS, "ddp at_step"])
 def test_a_loop_by_hand_has_the_same_rule(tmp_path: Path, pool2: Pool, kind: str) -> None:
     options = [*kind.split(), None][:2]
     first, second = pool2.run(train_by_hand, *options, None, init=False)
@@ -224,7 +239,7 @@ def growing_piped() -> tuple[dict[str, Tensor], list[str]]:
         return whole(strategy.state(model, optimizer).model), []
 
 
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", ZERO_1])
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", SLOW_ZERO_1])
 def test_a_persistent_buffer_from_a_forward_is_refused(pool2: Pool, kind: str) -> None:
     words = "buffer rotate.table was absent before the first step and is [4, 1] float32 now"
     found = [refused(kind)] if kind == "single" else pool2.run(refused, kind, init=False)
@@ -391,12 +406,18 @@ def count_rows(kind: str, folder: Path | None = None, resume: Path | None = None
         return {**whole(state.model), **whole(state.strategy)}
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", ZERO_1, ZERO_3, "pp"])
+@pytest.mark.parametrize(
+    ("kind", "by_hand"),
+    [
+        *((kind, False) for kind in ("single", "ddp", "fsdp", "pp")),
+        pytest.param("zero_3", False, marks=needs_deepspeed),
+        *((kind, True) for kind in ("single", "ddp")),
+        pytest.param("fsdp", True, marks=pytest.mark.slow),
+        pytest.param("zero_3", True, marks=[needs_deepspeed, pytest.mark.slow]),
+        *(pytest.param("zero_1", by_hand, marks=[needs_deepspeed, pytest.mark.slow]) for by_hand in (False, True)),
+    ],
+)
 def test_extra_state_is_saved_and_comes_back(tmp_path: Path, pool2: Pool, kind: str, by_hand: bool) -> None:
-    if kind == "pp" and by_hand:
-        pytest.skip("a loop of one's own has no pipeline")
-
     def run(folder: Path | None, resume: Path | None) -> list[Any]:
         if kind == "single":
             return [count_rows(kind, folder, resume, by_hand)]

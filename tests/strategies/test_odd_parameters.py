@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from strategies.nets import PLAN, ZERO_1, ZERO_3, Net, Points, make, micro_batch, rows
+from strategies.nets import PLAN, SLOW_ZERO_1, ZERO_3, Net, Points, make, micro_batch, rows
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -137,7 +137,17 @@ def train_all(layout: str, folder: Path) -> dict[str, dict[str, Tensor] | str]:
     return {kind: train(layout, kind, folder) for kind in ODD}
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "pp", "tp", "fsdp", ZERO_1, ZERO_3])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "single",
+        "pp",
+        "fsdp",
+        ZERO_3,
+        SLOW_ZERO_1,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tp")),
+    ],
+)
 def test_trained_right_or_refused_by_name(tmp_path: Path, pool2: Pool, layout: str) -> None:
     alone = train_all("single", tmp_path)
     ranks = [alone] if layout == "single" else pool2.run(train_all, layout, tmp_path, init=False)

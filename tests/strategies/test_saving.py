@@ -102,7 +102,7 @@ def come_late(folder: str, late: int) -> str:
     return str(loaded)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_late_is_waited_for(pool2: Pool, tmp_path: Path, late: int) -> None:
     """Rank 0 is waited for as long as collectives wait: it often does more than the others between two steps."""
     assert pool2.run(come_late, str(tmp_path), late) == [str({"step": late})] * 2

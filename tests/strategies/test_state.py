@@ -133,7 +133,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], tolerance: float 
         )
 
 
-@pytest.mark.parametrize(("size", "sides"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
+@pytest.mark.parametrize(("size", "sides"), [(2, (2,)), pytest.param(4, (4,), marks=pytest.mark.slow), (4, (2, 2))])
 def test_fsdp_saves_for_everyone(tmp_path: Path, pool2: Pool, pool4: Pool, size: int, sides: tuple[int, ...]) -> None:
     pool = {2: pool2, 4: pool4}[size]
     saved, *others = pool.run(save_sharded, tmp_path / "saved", sides)

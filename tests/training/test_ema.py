@@ -118,8 +118,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp_fsdp": (4, [MESH, "distributed.mesh.tp=2", "distributed.mesh.dp_shard=2"]),
     "pp_tp": (4, [MESH, "distributed.mesh.pp=2", "distributed.mesh.tp=2", "distributed.mesh.dp_shard=1"]),
 }
-CHEAP = ("ddp", "fsdp", "tp", "pp")
-EACH_LAYOUT = [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in LAYOUTS]
+CHOSEN = ("fsdp", "pp")
+EACH_LAYOUT = [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.slow) for name in LAYOUTS]
 
 
 def layout_keys(layout: str) -> list[str]:

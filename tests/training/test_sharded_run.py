@@ -41,7 +41,8 @@ def test_a_lean_run_says_what_is_in_force(tmp_path: Path) -> None:
     assert "distributed.ddp: the strategy is single" in report
 
 
-@pytest.mark.parametrize("model", [bdh, pytest.param(llama, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/verify compares the steps, tests/recipes the previews
+@pytest.mark.parametrize("model", [bdh, llama])
 def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any) -> None:
     keys: dict[str, Any] = {
         "global_batch_size": 6,
@@ -82,8 +83,14 @@ def plant_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Level, "forward", broken)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "breaks"),
+    [
+        ("none", False),
+        ("full", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", True), ("full", False))),
+    ],
+)
 def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, breaks: bool
 ) -> None:

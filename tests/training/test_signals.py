@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import pytest
-from conftest import PATIENCE_SECONDS, ToyRun
+from conftest import ToyRun
 
 from shoal.cli.train import _print_stopped
 from shoal.config import load_run
@@ -64,14 +62,12 @@ def test_the_user_sees_one_line(toy: ToyRun, change_recipe: Callable[[str, str],
     preparing = "pathlib.Path('preparing').touch(); time.sleep(60)"
     change_recipe("    def build_model", f"    def prepare_data(self):\n        {preparing}\n\n    def build_model")
     change_recipe("import torch\n", "import pathlib, time\nimport torch\n")
-    command = [sys.executable, "-m", "shoal", "train", "run.yaml"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=toy.folder, stdout=pipe, stderr=pipe, text=True)
+    process = toy.fork("train", "run.yaml")
     while not (toy.folder / "preparing").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    out, err = process.communicate()
     assert process.returncode == 128 + signal.SIGUSR1
     assert (out, err) == ("stopped by SIGUSR1 before the first step; nothing to save\n", "")
 

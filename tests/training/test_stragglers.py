@@ -99,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("slower", [4.0, pytest.param(1.5, marks=pytest.mark.slow)])  # 1.5 needs a machine to itself
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if "data" in case else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if "backward" in case else pytest.mark.slow) for case in CASES]
 )
 def test_a_slow_rank_is_named_within_two_windows(
     case: str,

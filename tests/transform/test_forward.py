@@ -170,7 +170,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed or not: a write to an attribute inside of the graph would break it, or leave no graph at all."""
     from torch._dynamo.utils import counters

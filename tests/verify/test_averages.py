@@ -56,7 +56,7 @@ def test_one_that_is_changed_behind_autograds_back_is_found(pool2: Pool) -> None
     assert "buffers" in failed(verdict)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_one_that_a_hook_changes_is_right(pool2: Pool, strategy: str) -> None:
     run = ragged("AveragesInHook", **ONE_MICRO_BATCH)
     (verdict,) = prove(run, 2, [strategy], runner=runner_on(pool2, adamw=False))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
-from conftest import ToyRun
+from conftest import ForkedShoal, ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint, write_checkpoint
 from shoal.observe.loggers import TensorBoardLogger
@@ -17,12 +20,34 @@ from shoal.verify.chaos import checkpoint_problems, log_problems
 KEYS = ["training.device=cpu", "training.eval_steps=10", "checkpoint.every=5", "logging.console=off"]
 
 
-@pytest.mark.parametrize(
-    ("procs", "victims"),
-    [(1, {"the process"}), pytest.param(2, {"rank 0", "rank 1", "the launcher"}, marks=pytest.mark.slow)],
-)
-def test_a_run_survives(toy: ToyRun, change_recipe: Callable[[str, str], None], procs: int, victims: set[str]) -> None:
-    change_recipe('return {"x"', 'import time; time.sleep(0.02); return {"x"')  # leaves time for the kill
+def fork(command: list[str], stdout: IO[str], **options: Any) -> ForkedShoal:
+    assert command[:3] == [sys.executable, "-m", "shoal"]
+    return ForkedShoal(Path.cwd(), command[3:], Path(stdout.name))
+
+
+def test_a_run_survives(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.verify.chaos.subprocess", SimpleNamespace(Popen=fork))
+    survive(toy, change_recipe, 1, {"the process"}, sleep_seconds=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("procs", "victims"), [(1, {"the process"}), (2, {"rank 0", "rank 1", "the launcher"})])
+def test_a_run_of_new_processes_survives(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], procs: int, victims: set[str]
+) -> None:
+    survive(toy, change_recipe, procs, victims)
+
+
+def survive(
+    toy: ToyRun,
+    change_recipe: Callable[[str, str], None],
+    procs: int,
+    victims: set[str],
+    sleep_seconds: float = 0.02,  # leaves time for the kill
+) -> None:
+    change_recipe('return {"x"', f'import time; time.sleep({sleep_seconds}); return {{"x"')
     keys = [*KEYS, "training.max_steps=40", f"launch.procs_per_node={procs}"]
     result = toy.call("chaos", "run.yaml", *keys, "--kills", "1", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -112,7 +137,8 @@ def drop_last_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
-def test_a_run_that_fails_by_itself_is_told(toy: ToyRun) -> None:
+def test_a_run_that_fails_by_itself_is_told(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.verify.chaos.subprocess", SimpleNamespace(Popen=fork))
     result = toy.call("chaos", "run.yaml", "training.device=cuda", "--kills", "1")
     assert result.returncode == 2
     assert "the uninterrupted run failed with exit code 2" in result.stderr

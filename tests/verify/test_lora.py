@@ -38,11 +38,12 @@ def adapted(tmp_path: Path, lora: dict[str, Any], distributed: dict[str, Any] | 
     return check_run({**tree, "lora": lora})
 
 
-def test_dora_in_two(tmp_path: Path, pool2: Pool) -> None:
+@pytest.mark.parametrize("layout", ["tp_sp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pp"))])
+def test_dora_in_two(tmp_path: Path, pool2: Pool, layout: str) -> None:
     """DoRA has all parts of LoRA; the slow tests prove both in all layouts."""
     run = adapted(tmp_path, DORA, global_batch_size=7, gradient_accumulation=2)
-    for verdict in prove(run, 2, ["fsdp", "tp_sp", "pp"], steps=2, runner=runner_on(pool2, adamw=False)):
-        assert failed(verdict) == {}, verdict.layout
+    (verdict,) = prove(run, 2, [layout], steps=2, runner=runner_on(pool2, adamw=False))
+    assert failed(verdict) == {}
 
 
 @pytest.mark.slow

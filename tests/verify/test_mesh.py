@@ -46,6 +46,7 @@ def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool, adamw: bool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+@pytest.mark.slow
 @with_adamw
 def test_a_pipeline_in_four(tmp_path: Path, pool4: Pool, adamw: bool) -> None:
     """A step has three micro-batches more than the schedule needs."""
@@ -71,6 +72,7 @@ def test_three_dimensions_on_eight(tmp_path: Path) -> None:
     assert failed(verdict) == {}
 
 
+@pytest.mark.slow
 @with_adamw
 def test_a_bdh(tmp_path: Path, pool2: Pool, pool4: Pool, adamw: bool) -> None:
     run = bdh(tmp_path, global_batch_size=11, gradient_accumulation=3)
@@ -83,6 +85,7 @@ def test_tensor_parallelism_shares_the_work(tmp_path: Path, pool2: Pool) -> None
     """Each of two ranks computes at most 0.6 of all matrix products, including the head and attention."""
     for model in (bdh, llama):
         (verdict,) = prove(model(tmp_path, global_batch_size=8), 2, ["tp"], runner=runner_on(pool2, adamw=False))
+        assert failed(verdict) == {}
         flops = {check.name: check.detail for check in verdict.checks}["matmul FLOPs"]
         assert float(flops.split()[0]) <= 0.6
 
@@ -107,8 +110,14 @@ def test_a_llama_in_four_parts_of_every_layer(tmp_path: Path, pool4: Pool, optio
     "keys",
     [
         {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},  # norms inside attention
-        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
-        {"model_type": "llama", "tie_word_embeddings": True, "pad_token_id": 32, "num_key_value_heads": 2},
+        pytest.param(
+            {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model_type": "llama", "tie_word_embeddings": True, "pad_token_id": 32, "num_key_value_heads": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"model_type": "qwen2", "num_key_value_heads": 2}, marks=pytest.mark.slow),
         pytest.param({"model_type": "gemma3_text", "head_dim": 8}, marks=pytest.mark.slow),  # an embedding that scales
         pytest.param({"model_type": "gpt_neox"}, marks=pytest.mark.slow),  # query, key and value in one layer
@@ -141,7 +150,10 @@ def trace_with_all_heads_swapped(*args: Any) -> Trace:
 
 @pytest.mark.parametrize(
     ("layout", "tracer"),
-    [("tp", trace_without_sums), ("tp_sp", trace_without_sums), ("cp", trace_with_all_heads_swapped)],
+    [
+        ("cp", trace_with_all_heads_swapped),
+        *(pytest.param(layout, trace_without_sums, marks=pytest.mark.slow) for layout in ("tp", "tp_sp")),
+    ],
 )
 def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str, tracer: Any) -> None:
     (verdict,) = prove(llama(tmp_path, global_batch_size=6), 2, [layout], runner=runner_on(pool2, tracer, adamw=False))
@@ -152,9 +164,9 @@ def test_forgotten_exchanges_are_found(tmp_path: Path, pool2: Pool, layout: str,
     ("layout", "bug", "checks"),
     [
         ("pp", "norm of one stage", {"gradient norm", "weights, SGD"}),
-        ("pp", "gradient of a micro-batch lost", {"gradients", "later gradients"}),
-        ("cp", "same tokens on all ranks", {"loss", "gradients", "evaluation"}),
         ("tp", "tensor ranks draw differently", {"random numbers"}),
+        pytest.param("pp", "gradient of a micro-batch lost", {"gradients", "later gradients"}, marks=pytest.mark.slow),
+        pytest.param("cp", "same tokens on all ranks", {"loss", "gradients", "evaluation"}, marks=pytest.mark.slow),
     ],
 )
 def test_planted_bugs_of_a_mesh_are_found(tmp_path: Path, pool2: Pool, layout: str, bug: str, checks: set[str]) -> None:

@@ -17,7 +17,7 @@ MODELS = {"bdh": bdh, "llama": llama}
 EVERY_TIME = {"fsdp": {"reduce_every_micro_batch": True}}
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
     """Neither the batch nor the parameters are divisible by the number of ranks, and sequences differ in length."""
     run = ragged(global_batch_size=11, gradient_accumulation=accumulation)
@@ -25,10 +25,13 @@ def test_shardings_equal_one_device(pool2: Pool, accumulation: int) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
-def test_a_large_buffer_is_no_extra_work(pool2: Pool) -> None:
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero_1"))]
+)
+def test_a_large_buffer_is_no_extra_work(pool2: Pool, layout: str) -> None:
     """All layouts send persistent buffers before each step."""
-    for verdict in prove(ragged("Tabled", global_batch_size=8), 2, ["ddp", "fsdp", "zero_1"], runner=runner_on(pool2)):
-        assert failed(verdict) == {}, verdict.layout
+    (verdict,) = prove(ragged("Tabled", global_batch_size=8), 2, [layout], runner=runner_on(pool2))
+    assert failed(verdict) == {}
 
 
 @with_adamw
@@ -39,7 +42,7 @@ def test_replicas_of_shards_equal_one_device(pool4: Pool, adamw: bool) -> None:
 
 
 @with_adamw
-@pytest.mark.parametrize("procs", [2, 4])
+@pytest.mark.parametrize("procs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, procs: int, adamw: bool) -> None:
     run = ragged(distributed=EVERY_TIME, global_batch_size=11, gradient_accumulation=3)
     (verdict,) = prove(
@@ -52,7 +55,7 @@ def test_reducing_every_micro_batch_equals_one_device(pool2: Pool, pool4: Pool, 
 
 
 @with_adamw
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["bdh", pytest.param("llama", marks=pytest.mark.slow)])
 def test_models_sharded_recomputed_and_chunked_equal_one_device(
     pool2: Pool, tmp_path: Path, model: str, adamw: bool
 ) -> None:
@@ -63,7 +66,9 @@ def test_models_sharded_recomputed_and_chunked_equal_one_device(
 
 
 @with_adamw
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "pure_bf16"))]
+)
 def test_half_precision_stays_within_its_bounds(pool2: Pool, tmp_path: Path, precision: str, adamw: bool) -> None:
     run = llama(tmp_path, global_batch_size=8, gradient_accumulation=2, mixed_precision=precision)
     (verdict,) = prove(run, 2, ["fsdp"], runner=runner_on(pool2, adamw=adamw))
@@ -87,7 +92,10 @@ def test_frozen_parameters_are_gathered_but_not_summed(pool2: Pool, adamw: bool)
 
 
 @with_adamw
-@pytest.mark.parametrize(("fsdp", "precision"), [({"reduce_dtype": "bf16"}, "bf16"), ({"param_dtype": "bf16"}, "bf16")])
+@pytest.mark.parametrize(
+    ("fsdp", "precision"),
+    [({"reduce_dtype": "bf16"}, "bf16"), pytest.param({"param_dtype": "bf16"}, "bf16", marks=pytest.mark.slow)],
+)
 def test_half_types_send_half(pool2: Pool, fsdp: dict[str, Any], precision: str, adamw: bool) -> None:
     run = ragged(distributed={"fsdp": fsdp}, global_batch_size=8, mixed_precision=precision)
     for verdict in prove(run, 2, ["fsdp", "fsdp_no_shard"], runner=runner_on(pool2, adamw=adamw)):

@@ -45,7 +45,7 @@ def faults_in(precision: str, layouts: list[str], default: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("precision", "layout", "fault"),
     [
-        *(("bf16", "ddp", fault) for fault in FAULTS),
+        *faults_in("bf16", ["ddp"], "wrong betas"),
         *faults_in("bf16", ["fsdp"], "no clipping"),
         *faults_in("fp16", ["ddp"], "decay twice"),
         *faults_in("fp16", ["fsdp"], ""),
@@ -83,7 +83,7 @@ def test_faults_of_the_optimizer_are_found_under_deepspeed(pool2: Pool, stage: i
     assert FAULTS[fault] <= failed(verdict).keys()
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp", "cp"])
+@pytest.mark.parametrize("layout", ["pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "cp"))])
 def test_the_update_of_every_part_of_a_mesh_is_checked(tmp_path: Path, pool2: Pool, layout: str) -> None:
     run = llama(tmp_path, global_batch_size=8, mixed_precision="bf16")
     runner = runner_on(pool2, partial(trace_with, "learning rate 1% too high"))

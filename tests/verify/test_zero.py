@@ -32,6 +32,7 @@ def test_stages_equal_one_device(pool2: Pool, accumulation: int) -> None:
         assert details["parameter bytes"].startswith("0.50" if verdict.layout == "zero_3" else "1.00")
 
 
+@pytest.mark.slow  # strategies/test_deepspeed.py trains them too
 @with_adamw
 def test_frozen_parameters_and_small_ones_that_stay_whole(pool2: Pool, adamw: bool) -> None:
     for verdict in prove(ragged("Frozen", global_batch_size=8), 2, STAGES, runner=runner_on(pool2, adamw=adamw)):
