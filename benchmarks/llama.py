@@ -1,6 +1,6 @@
 """Measures on one GPU how fast a Llama trains under each strategy, and how much memory that takes.
 
-    python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/llama.md]
+    python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/benchmarks.md]
 
 The cases run one after another, each in a process of its own: first a compiled loop in plain PyTorch, then the same
 steps under shoal's strategies. A case with several ranks uses torch's `fake` backend: rank 0 computes for real, and its
@@ -9,15 +9,11 @@ collectives return at once. So it measures the computing and the memory of one r
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Any
+
+from cases import machine, parser_of, run_cases, step_of, table_of, time_steps, write_section
 
 SIZES = {
     "hidden_size": 2048,
@@ -71,50 +67,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
-    parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
-    parser.add_argument("--write", help="also write the results to this Markdown file")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser_of(__doc__, steps=12).parse_args()
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
-    results: dict[str, dict[str, float]] = {}
-    chosen = options.cases.split(";") if options.cases else [""]
-    for name in CASES:
-        if not any(part in name for part in chosen):
-            continue
-        command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps)]
-        done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name:32} failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
-            continue
-        results[name] = result = json.loads(done.stdout.splitlines()[-1])
-        against = result["tokens_per_second"] / results["raw"]["tokens_per_second"] if "raw" in results else 0
-        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:5.3f} of raw  {result['peak_gib']:6.2f} GiB"
-        print(f"{name:32} {shown}  loss {result['loss']:.3f}", flush=True)
+    results = run_cases(CASES, options.cases)
     if options.write:
-        Path(options.write).write_text(page(results, options.steps))
-
-
-def page(results: dict[str, dict[str, float]], steps: int) -> str:
-    """Returns the results as a Markdown page."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    head = "# A Llama of 1.1 billion parameters on one GPU\n\n"
-    head += "How fast does a Llama train under each strategy on one GPU, and how much memory does a rank need? "
-    head += f"Measured by `python benchmarks/llama.py` on {date.today().isoformat()}: {device}, torch "
-    head += f"{torch.__version__}, 8 × 2048 tokens a step, {steps} steps after 3 for warm-up.\n\n{ABOUT}\n\n"
-    raw = results.get("raw", {}).get("tokens_per_second")
-    rows = []
-    for name, result in results.items():
-        speed = result["tokens_per_second"]
-        against = f"{speed / raw:.3f}" if raw else "-"
-        rows.append(f"| {name} | {speed:,.0f} | {against} | {result['peak_gib']:.2f} |\n")
-    return f"{head}| | tokens/s | of raw | peak GiB |\n| --- | --- | --- | --- |\n{''.join(rows)}"
+        head = (
+            "How fast does a Llama of 1.1 billion parameters train under each strategy on one GPU, and how much memory "
+            f"does a rank need? Measured by `python benchmarks/llama.py` on {machine()}: 8 × 2048 tokens a step, "
+            f"{options.steps} steps after 3 for warm-up.\n\n{ABOUT}"
+        )
+        write_section(options.write, "Llama", f"{head}\n\n{table_of(results, 'raw')}")
 
 
 def measure(name: str, steps: int, small: bool) -> dict[str, float]:
@@ -131,19 +95,9 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
     else:
-        training = {**training, "device": device, "batch_size": rows}
+        training = {**training, "device": device}
         step = shoal_step(sizes, tokens, world, distributed, training, random_weights=not large)
-    for _ in range(3):  # compiles and allocates
-        step()
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-    synchronise()
-    seconds = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"tokens_per_second": steps * rows * length / seconds, "peak_gib": peak, "loss": loss.item()}
+    return time_steps(step, steps, rows * length)
 
 
 def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
@@ -184,41 +138,22 @@ def shoal_step(
 ) -> Callable[[], Any]:
     """Returns the same step under a strategy. Without `random_weights` all weights are one number: drawing billions of
     numbers takes minutes and changes neither speed nor memory."""
-    from shoal.config import check_run
     from shoal.processes.world import World
-    from shoal.strategies import from_config
-    from shoal.training.session import assemble
-    from shoal.types import MicroBatch, Weights
+    from shoal.types import Weights
 
-    run = check_run(
-        {
-            "recipe": "causal_lm",
-            "model": {"config": {"model_type": "llama", **sizes}},
-            "training": {"max_steps": 1, **training},
-            "distributed": {**distributed, "backend": "gloo"},
-        }
-    )
+    tree = {
+        "recipe": "causal_lm",
+        "model": {"config": {"model_type": "llama", **sizes}},
+        "training": training,
+        "distributed": {**distributed, "backend": "gloo"},
+    }
     if world > 1:
         open_fake_group(world)
     ranks = World(size=world, local_size=world, group="imagined" if world > 1 else "to make")
-    strategy = from_config(run.config, ranks)
-    strategy.setup()
     weights = None if random_weights else Weights("init", reset=fill)
-    session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
-    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     stages = (distributed.get("mesh") or {}).get("pp", 0)
-    parts = 2 * stages or 1  # a pipeline gets the same tokens in twice as many micro-batches as it has stages
-    rows = range(len(tokens))
-    micro_batches = [
-        MicroBatch({key: value[i::parts] for key, value in batch.items()}, rows[i::parts], rows[i::parts])
-        for i in range(parts)
-    ]
-
-    def step() -> Any:
-        output = strategy.forward_backward(session.model, micro_batches, session.recipe, 0)
-        strategy.step(session.optimizer, 1.0)
-        return output.loss
-
+    # A pipeline gets the same tokens in twice as many micro-batches as it has stages.
+    step: Callable[[], Any] = step_of(tree, tokens, world=ranks, weights=weights, parts=2 * stages or 1)
     return step
 
 

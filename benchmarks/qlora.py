@@ -1,6 +1,7 @@
 """Measures on one GPU how fast a Llama of 7 billion parameters trains adapters beside a base in 4 bits.
 
-    python benchmarks/qlora.py [--steps 10] [--small] [--cases 'peer;shoal'] [--length 2048] [--write docs/qlora.md]
+    python benchmarks/qlora.py [--steps 10] [--small] [--cases 'peer;shoal'] [--length 2048]
+                               [--write docs/benchmarks.md]
 
 The cases run one after another, each in a process of its own: first a plain loop with transformers, PEFT and
 bitsandbytes, then the same steps under shoal. Weights are random: speed and memory do not depend on them.
@@ -8,15 +9,11 @@ bitsandbytes, then the same steps under shoal. Weights are random: speed and mem
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Any
+
+from cases import machine, parser_of, run_cases, step_of, table_of, time_steps, write_section
 
 SIZES = {
     "hidden_size": 4096,
@@ -44,54 +41,25 @@ CASES: dict[str, dict[str, Any] | None] = {
 """The keys of `training` by case; None for the loop without shoal."""
 
 
+ABOUT = (
+    "A Llama of 7 billion parameters with random weights in nf4 with quantised scales, adapters of rank 64 on all "
+    "seven projections, dropout 0.05. `peer` is a plain loop with transformers, PEFT and bitsandbytes."
+)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = parser_of(__doc__, steps=10)
     parser.add_argument("--length", type=int, default=2048, help="tokens in each of the four sequences")
-    parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
-    parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
-    parser.add_argument("--write", help="also write the results to this Markdown file")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     length = min(options.length, 32) if options.small else options.length
     if options.case:
         print(json.dumps(measure(options.case, options.steps, length, options.small)))
         return
-    results: dict[str, dict[str, float]] = {}
-    chosen = options.cases.split(";") if options.cases else [""]
-    for name in CASES:
-        if not any(part in name for part in chosen):
-            continue
-        command = [sys.executable, __file__, "--case", name, "--steps", str(options.steps), "--length", str(length)]
-        done = subprocess.run([*command, *(["--small"] if options.small else [])], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name:42} failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
-            continue
-        results[name] = result = json.loads(done.stdout.splitlines()[-1])
-        print(f"{name:42} {result['tokens_per_second']:9,.0f} tokens/s  {result['peak_gib']:6.2f} GiB", flush=True)
+    results = run_cases(CASES, options.cases)
     if options.write:
-        Path(options.write).write_text(page(results, options.steps, length))
-
-
-def page(results: dict[str, dict[str, float]], steps: int, length: int) -> str:
-    """Returns the results as a Markdown page."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    head = "# Adapters beside a base in 4 bits, on one GPU\n\n"
-    head += (
-        f"Measured by `python benchmarks/qlora.py --length {length}` on {date.today().isoformat()}: {device}, torch "
-    )
-    head += f"{torch.__version__}, {ROWS} × {length} tokens a step, {steps} steps after 3 for warm-up. A Llama of 7 "
-    head += "billion parameters with random weights in nf4 with quantised scales, adapters of rank 64 on all seven "
-    head += "projections, dropout 0.05. `peer` is a plain loop with transformers, PEFT and bitsandbytes.\n\n"
-    peer = next((result["tokens_per_second"] for name, result in results.items() if name.startswith("peer")), None)
-    rows = []
-    for name, result in results.items():
-        speed = result["tokens_per_second"]
-        against = f"{speed / peer:.2f}" if peer else "-"
-        rows.append(f"| {name} | {speed:,.0f} | {against} | {result['peak_gib']:.2f} |\n")
-    return f"{head}| | tokens/s | of the peer | peak GiB |\n| --- | --- | --- | --- |\n{''.join(rows)}"
+        size = f"{ROWS} × {length} tokens a step, {options.steps} steps after 3 for warm-up"
+        head = f"Measured by `python benchmarks/qlora.py --length {length}` on {machine()}: {size}. {ABOUT}"
+        write_section(options.write, "QLoRA", f"{head}\n\n{table_of(results, next(iter(CASES)))}")
 
 
 def measure(name: str, steps: int, length: int, small: bool) -> dict[str, float]:
@@ -103,17 +71,7 @@ def measure(name: str, steps: int, length: int, small: bool) -> dict[str, float]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, sizes["vocab_size"], (ROWS, length + 1), generator=generator)
     step = peer_step(sizes, tokens.to(device)) if training is None else shoal_step(sizes, tokens, device, training)
-    for _ in range(3):  # compiles and allocates
-        step()
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(steps):
-        loss = step()
-    synchronise()
-    seconds = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"tokens_per_second": steps * ROWS * length / seconds, "peak_gib": peak, "loss": loss.item()}
+    return time_steps(step, steps, ROWS * length)
 
 
 def peer_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
@@ -170,33 +128,17 @@ def quantised_by_bitsandbytes(library: Any, linear: Any, device: Any) -> Any:
 
 def shoal_step(sizes: dict[str, int], tokens: Any, device: str, training: dict[str, Any]) -> Callable[[], Any]:
     """Returns the same step under shoal, on one device."""
-    from shoal.config import check_run
-    from shoal.strategies import from_config
-    from shoal.training.session import assemble
-    from shoal.types import MicroBatch, Weights
+    from shoal.types import Weights
 
     base = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"}
-    run = check_run(
-        {
-            "recipe": "causal_lm",
-            "model": {"config": {"model_type": "llama", **sizes}, **base},
-            "lora": LORA,
-            "training": {"max_steps": 1, "batch_size": ROWS, "device": device, "learning_rate": 3e-4, **training},
-            "distributed": {"strategy": "single"},
-        }
-    )
-    strategy = from_config(run.config)
-    strategy.setup()
-    weights = Weights("init", reset=fill)
-    session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
-    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    micro_batches = [MicroBatch(batch, [0] * ROWS, range(ROWS))]
-
-    def step() -> Any:
-        output = strategy.forward_backward(session.model, micro_batches, session.recipe, 0)
-        strategy.step(session.optimizer, 1.0)
-        return output.loss
-
+    tree = {
+        "recipe": "causal_lm",
+        "model": {"config": {"model_type": "llama", **sizes}, **base},
+        "lora": LORA,
+        "training": {"device": device, "learning_rate": 3e-4, **training},
+        "distributed": {"strategy": "single"},
+    }
+    step: Callable[[], Any] = step_of(tree, tokens, weights=Weights("init", reset=fill))
     return step
 
 

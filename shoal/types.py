@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,15 +91,6 @@ class StepInfo:
     """The norm of the whole gradient, before clipping."""
     skipped: Tensor
     """1 if the step was skipped because the gradient was not finite, else 0."""
-
-
-class StepNumbers(NamedTuple):
-    """The numbers of some steps, read from the device, over all ranks."""
-
-    totals: list[float]
-    counts: list[float]
-    grad_norms: list[float]
-    skipped: list[float]
 
 
 @dataclass(frozen=True)

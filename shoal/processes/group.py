@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 
@@ -68,6 +69,21 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | Non
 @cache
 def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+
+
+def start_max(number: int) -> Callable[[], int]:
+    """Sends a number to all ranks while this one goes on; the function that is returned waits for the highest.
+
+    It is sent as a CPU tensor, so that no device is waited for.
+    """
+    highest = torch.tensor(number)
+    work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=cpu_group(), async_op=True)
+
+    def wait() -> int:
+        work.wait()
+        return int(highest)
+
+    return wait
 
 
 def choose_backend(requested: str, device: torch.device, world: World) -> str:

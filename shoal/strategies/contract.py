@@ -46,17 +46,7 @@ from shoal.transform.compile import CompiledModules
 from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
-from shoal.types import (
-    NO_PLAN,
-    MicroBatch,
-    Objective,
-    ParallelPlan,
-    StepInfo,
-    StepNumbers,
-    StepOutput,
-    TrainState,
-    Weights,
-)
+from shoal.types import NO_PLAN, MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 
 DRAWN = Weights("init")
 Builder = Callable[[nn.Module], Optimizer]
@@ -301,11 +291,6 @@ class DistributedStrategy(ABC):
             self._loss_scale.update(info.skipped)
         return info
 
-    def read_steps(self, steps: Sequence[tuple[StepOutput, StepInfo]]) -> StepNumbers:
-        """Returns the numbers of some steps over all ranks, for which the host waits. All ranks call it."""
-        columns = zip(*[(o.total, o.count, info.grad_norm, info.skipped) for o, info in steps], strict=True)
-        return StepNumbers(*[torch.stack(column).tolist() for column in columns])
-
     @torch.no_grad()
     def evaluate(
         self, model: nn.Module, micro_batches: Sequence[MicroBatch], recipe: Objective, *, over_ranks: bool = True
@@ -416,17 +401,6 @@ class DistributedStrategy(ABC):
     def max_over_ranks(self, number: int) -> int:
         """Returns the highest number that any rank has. Sent as a CPU tensor, so that no device is waited for."""
         return number if self.world.size == 1 else self._max(number, (None,))
-
-    def start_max_over_ranks(self, number: int) -> Callable[[], int]:
-        """Sends the number to all ranks in the background; the function returned waits for the highest of them."""
-        highest = torch.tensor(number)
-        work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=cpu_group(None), async_op=True)
-
-        def wait() -> int:
-            work.wait()
-            return int(highest)
-
-        return wait
 
     def any_rank(self, condition: bool) -> bool:
         """Returns whether the condition holds on any rank."""

@@ -42,7 +42,7 @@ from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
 from shoal.transform.float8 import apply_float8
 from shoal.transform.loss_scale import LossScale
-from shoal.types import ParallelPlan, StepInfo, StepNumbers, StepOutput, TrainState, Weights
+from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
 from shoal.weights.parameter_extras import (
     ParameterAttributes,
@@ -269,10 +269,6 @@ class NativeStrategy(DistributedStrategy):
         if local_sgd is not None:
             local_sgd.after_step(self._step)
         return info
-
-    def read_steps(self, steps: Sequence[tuple[StepOutput, StepInfo]]) -> StepNumbers:
-        numbers, local_sgd = super().read_steps(steps), self._engine.local_sgd
-        return local_sgd.over_ranks(numbers) if local_sgd else numbers
 
     def average(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._engine.local_sgd.average() if self._engine.local_sgd else nullcontext()

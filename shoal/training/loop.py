@@ -21,6 +21,7 @@ from shoal.config import Run
 from shoal.errors import UserError, one_line
 from shoal.observe.memory import memory_gib
 from shoal.processes.desync import check_samples
+from shoal.processes.group import start_max
 from shoal.processes.watchdog import Watchdog
 from shoal.training.checkpoints import Checkpoints
 from shoal.training.hooks import Hooks
@@ -286,7 +287,7 @@ class Shell:
 
     def _start_agreeing(self) -> Callable[[], int]:
         """Sends what this rank has to say while the step computes. A signal during the step is told with the next."""
-        return self.strategy.start_max_over_ranks(self._to_agree_on())
+        return start_max(self._to_agree_on())
 
     def _to_agree_on(self) -> int:
         """Returns 2 × signal + (a save is due), so that one exchange decides both; a run that stops always saves.

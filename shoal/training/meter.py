@@ -16,7 +16,7 @@ from shoal.errors import UserError
 from shoal.observe.flops import count_forward_flops, peak_flops
 from shoal.strategies.contract import prepare_batch
 from shoal.tensors import map_tensors
-from shoal.training.metric_sums import SinceLog, add_up, means, sum_over_ranks, to_host
+from shoal.training.metric_sums import SinceLog, add_up, means, read_steps, sum_over_ranks, to_host
 from shoal.training.session import Session
 from shoal.training.stragglers import OwnTimes, Stragglers, find_slowest
 from shoal.types import MicroBatch, Objective, StepInfo, StepOutput
@@ -122,7 +122,7 @@ class Meter:
         if not self._steps:
             return []
         since_log = self._since_log
-        numbers = self._strategy.read_steps(self._steps)
+        numbers = read_steps(self._strategy, self._steps)
         self._grad_norm = numbers.grad_norms[-1]
         for total, count in zip(numbers.totals, numbers.counts, strict=True):
             since_log.total, since_log.count = since_log.total + total, since_log.count + count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.checkpoint.peers import Peers
 from shoal.processes.group import cpu_group
 from shoal.strategies import DistributedStrategy
+from shoal.types import StepInfo, StepOutput
 
 Sums = dict[str, tuple[float, float]]
 """The sum and the count of each metric by name."""
@@ -29,6 +30,30 @@ def _gather(strategy: DistributedStrategy, value: Any) -> list[Any]:
     if strategy.world_size == 1:
         return [value]
     return Peers(cpu_group() if dist.is_initialized() else None).all_gather(value)
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of some steps, on the host."""
+
+    totals: list[float]
+    counts: list[float]
+    grad_norms: list[float]
+    skipped: list[float]
+
+
+def read_steps(strategy: DistributedStrategy, steps: Sequence[tuple[StepOutput, StepInfo]]) -> StepNumbers:
+    """Waits for the results of steps, and returns them over all ranks. All ranks call it together.
+
+    Under `local_sgd` each rank has those of its own slice: norms are averaged, and a step that one has skipped counts
+    as skipped.
+    """
+    columns = zip(*[(out.total, out.count, info.grad_norm, info.skipped) for out, info in steps], strict=True)
+    own = StepNumbers(*[torch.stack(column).tolist() for column in columns])
+    if strategy.layout.local_sgd is None:
+        return own
+    ranks = gather_from_ranks(strategy, own)
+    totals, counts, norms, skipped = torch.tensor(ranks, dtype=torch.float64).sum(0).tolist()
+    return StepNumbers(totals, counts, [norm / len(ranks) for norm in norms], [min(one, 1.0) for one in skipped])
 
 
 def to_host(steps: Sequence[Mapping[str, Any]]) -> list[Sums]:

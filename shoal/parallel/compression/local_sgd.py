@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from shoal.config.schema_distributed import LocalSGDConfig
 from shoal.parallel.compression.rank_state import state_of_rank, tag_with_rank
 from shoal.parallel.compression.wire import Wire, all_reduce_bytes, sum_in_buckets
-from shoal.processes.group import cpu_group
-from shoal.types import StepNumbers, TrainState
+from shoal.types import TrainState
 
 _ANCHOR, _MOMENTUM = "local_sgd/anchor/", "local_sgd/momentum/"
 """What all ranks have alike in a checkpoint."""
@@ -86,13 +85,6 @@ class LocalSGD:
         totals = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         sum_in_buckets([*totals.values()], wire or Wire(self.wire.group))
         return {name: total.div_(self.ranks) for name, total in totals.items()}
-
-    def over_ranks(self, own: StepNumbers) -> StepNumbers:
-        """Returns sums, mean norms, and whether any rank has skipped its update, of steps that ranks took alone."""
-        numbers = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(numbers, group=cpu_group(self.wire.group))
-        totals, counts, norms, skips = numbers
-        return StepNumbers(totals.tolist(), counts.tolist(), (norms / self.ranks).tolist(), (skips > 0).int().tolist())
 
     def average(self) -> AveragedWeights:
         """Puts the average over ranks into the model; leaving what it returns, as a context, takes it out again."""

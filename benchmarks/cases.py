@@ -1,0 +1,128 @@
+"""What the benchmarks of models share: cases in processes of their own, timed steps, sections of a Markdown page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, dict[str, float]]
+WARM_UP = 3
+"""Steps that compile and allocate, before those that are timed."""
+
+
+def parser_of(description: str | None, steps: int) -> argparse.ArgumentParser:
+    """Returns a parser with the options that all of these benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
+    parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the results into this Markdown file")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_cases(names: Collection[str], chosen: str | None) -> Results:
+    """Runs this program once for each case, with `--case NAME` added, and shows and returns what each printed last.
+
+    Speeds are compared with that of the first case.
+    """
+    results: Results = {}
+    width = max(map(len, names))
+    for name in names:
+        if not any(part in name for part in (chosen.split(";") if chosen else [""])):
+            continue
+        done = subprocess.run([sys.executable, *sys.argv, "--case", name], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name:{width}}  failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+            continue
+        results[name] = result = json.loads(done.stdout.splitlines()[-1])
+        against = _against(results, next(iter(names)), name)
+        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:>5}  {result['peak_gib']:6.2f} GiB"
+        print(f"{name:{width}}  {shown}  loss {result['loss']:.3f}", flush=True)
+    return results
+
+
+def time_steps(step: Callable[[], Any], steps: int, tokens: int) -> dict[str, float]:
+    """Returns the speed of steps of so many tokens, the peak memory of a GPU, and the last loss."""
+    import torch
+
+    for _ in range(WARM_UP):
+        step()
+    on_gpu = torch.cuda.is_available()
+    synchronise = torch.cuda.synchronize if on_gpu else lambda: None
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = step()
+    synchronise()
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    return {"tokens_per_second": steps * tokens / seconds, "peak_gib": peak, "loss": loss.item()}
+
+
+def step_of(tree: Mapping[str, Any], tokens: Any, *, world: Any = None, weights: Any = None, parts: int = 1) -> Any:
+    """Returns a function that takes a step of the run that a config describes, on rows of tokens in so many parts."""
+    from shoal.config import check_run
+    from shoal.strategies import from_config
+    from shoal.training.session import assemble
+    from shoal.types import MicroBatch
+
+    run = check_run({**tree, "training": {"max_steps": 1, "batch_size": len(tokens), **tree["training"]}})
+    strategy = from_config(run.config, world)
+    strategy.setup()
+    session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    rows = range(len(tokens))
+    micro_batches = [
+        MicroBatch({key: value[i::parts] for key, value in batch.items()}, rows[i::parts], rows[i::parts])
+        for i in range(parts)
+    ]
+
+    def step() -> Any:
+        output = strategy.forward_backward(session.model, micro_batches, session.recipe, 0)
+        strategy.step(session.optimizer, 1.0)
+        return output.loss
+
+    return step
+
+
+def machine() -> str:
+    """Returns when and where this runs."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    return f"{date.today().isoformat()}, {device}, torch {torch.__version__}"
+
+
+def table_of(results: Results, first: str) -> str:
+    """Returns the results as a Markdown table; speeds are compared with that of the case `first`."""
+    rows = [f"| | tokens/s | of {first} | peak GiB |", "| --- | --- | --- | --- |"]
+    for name, result in results.items():
+        against = _against(results, first, name)
+        rows.append(f"| {name} | {result['tokens_per_second']:,.0f} | {against} | {result['peak_gib']:.2f} |")
+    return "\n".join(rows)
+
+
+def write_section(file: Path, heading: str, text: str) -> None:
+    """Puts a section into a Markdown page, in the place of one with the same heading, or at the end."""
+    head, *sections = file.read_text().split("\n## ")
+    titles = [section.split("\n", 1)[0] for section in sections]
+    section = f"{heading}\n\n{text.strip()}\n"
+    if heading in titles:
+        sections[titles.index(heading)] = section
+    else:
+        sections.append(section)
+    file.write_text("\n## ".join([head.rstrip() + "\n", *(section.rstrip() + "\n" for section in sections)]))
+
+
+def _against(results: Results, first: str, name: str) -> str:
+    if first not in results:
+        return "-"
+    return f"{results[name]['tokens_per_second'] / results[first]['tokens_per_second']:.2f}×"
