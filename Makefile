@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-clusters lint docs bench soak clean help
+.PHONY: demo test test-slow test-gpu test-clusters lint docs bench bench-gpu soak clean help
 
 help:
 	@echo "make demo       train a small language model on this machine"
@@ -12,7 +12,8 @@ help:
 	@echo "make test-gpu   what only a GPU can show; writes docs/gpu.md"
 	@echo "make test-clusters  a real SLURM, a real Ray and a Jupyter kernel on this machine; installs them (as root, Debian); writes docs/clusters.md"
 	@echo "make docs       the docs as a site with search, in build/site"
-	@echo "make bench      what the training loop costs, beside its peers"
+	@echo "make bench      what the training loop and a save cost, beside peers; writes docs/benchmarks.md"
+	@echo "make bench-gpu  BDH, Llama and QLoRA beside peers, on one GPU; writes docs/benchmarks.md (PUBLIC_BDH=a clone of pathwaycom/bdh)"
 	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
@@ -41,7 +42,14 @@ docs: .venv/.ready-docs
 	@echo "open build/site/index.html"
 
 bench: .venv/.ready-bench
-	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/loop_overhead.py --write docs/benchmarks.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/async_save.py --write docs/benchmarks.md
+
+bench-gpu: .venv/.ready-bench
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "make bench-gpu needs a GPU, and torch sees none"; exit 1; }
+	$(BIN)/python benchmarks/bdh.py $(if $(PUBLIC_BDH),--public $(PUBLIC_BDH)) --write docs/benchmarks.md
+	$(BIN)/python benchmarks/llama.py --steps 8 --cases "raw;single" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/qlora.py --write docs/benchmarks.md
 
 soak: .venv/.ready
 	$(BIN)/python scripts/soak.py --seconds $(or $(SECONDS),3600)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cases import machine, parser_of, run_cases, step_of, table_of, time_steps, write_section
+from cases import machine, options_of, parser_of, run_cases, step_of, table_of, time_steps, write_section
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "mlp_internal_dim_multiplier": 16}
 CASES: dict[str, dict[str, Any] | None] = {
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--public", type=Path, metavar="FOLDER", help="a clone of github.com/pathwaycom/bdh")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
-    options = parser.parse_args()
+    options = options_of(parser)
     if options.case:
         print(json.dumps(measure(options.case, options)))
         return

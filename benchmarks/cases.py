@@ -28,6 +28,14 @@ def parser_of(description: str | None, steps: int) -> argparse.ArgumentParser:
     return parser
 
 
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the options; a small model is only to see that a benchmark runs, so it is not written down."""
+    options = parser.parse_args()
+    if options.small and options.write:
+        parser.error("--write: the page is about the real sizes; leave --small out")
+    return options
+
+
 def run_cases(names: Collection[str], chosen: str | None) -> Results:
     """Runs this program once for each case, with `--case NAME` added, and shows and returns what each printed last.
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cases import machine, parser_of, run_cases, step_of, table_of, time_steps, write_section
+from cases import machine, options_of, parser_of, run_cases, step_of, table_of, time_steps, write_section
 
 SIZES = {
     "hidden_size": 2048,
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    options = parser_of(__doc__, steps=12).parse_args()
+    options = options_of(parser_of(__doc__, steps=12))
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return

@@ -1,6 +1,6 @@
 """Measures what a training loop costs: one small model on the CPU, under shoal and under other frameworks, in one run.
 
-    python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json result.json]
+    python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json FILE] [--write docs/benchmarks.md]
 
 The model is so small that most of the time goes into the loop; with a real model these differences do not matter.
 Every peer trains the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -32,6 +33,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from cases import write_section
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
     parser.add_argument("--turns", type=int, default=40, help=f"of {TURN} steps for each peer; default: %(default)s")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the result into this Markdown file")
     options = parser.parse_args()
     names = options.peers.split(",")
     if unknown := [name for name in names if name not in PEERS]:
@@ -351,8 +354,16 @@ def main() -> None:
     missing = [name for name in names if not all(map(find_spec, PEERS[name][1]))]
     results = compare([name for name in names if name not in missing], options.turns)
     machine = f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    print(table(results), *(f"{name:20}not installed" for name in missing), sep="\n")
+    shown = "\n".join([table(results), *(f"{name:20}not installed" for name in missing)])
+    print(shown)
     print(f"{options.turns} turns of {TURN} steps, CPU time; {machine}")
+    if options.write:
+        head = (
+            f"Measured by `python benchmarks/loop_overhead.py` on {date.today().isoformat()}, {machine}: a model so "
+            f"small that most of a step is the loop, {options.turns} turns of {TURN} steps for each peer, CPU time. "
+            "`raw` is a loop in plain PyTorch; after ± is the standard error of the median."
+        )
+        write_section(options.write, "The loop", f"{head}\n\n```text\n{shown}\n```")
     if options.json:
         report = {"machine": machine, "results": [asdict(r) for r in results], "not_installed": missing}
         options.json.write_text(json.dumps(report, indent=2) + "\n")

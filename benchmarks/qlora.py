@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cases import machine, parser_of, run_cases, step_of, table_of, time_steps, write_section
+from cases import machine, options_of, parser_of, run_cases, step_of, table_of, time_steps, write_section
 
 SIZES = {
     "hidden_size": 4096,
@@ -50,7 +50,7 @@ ABOUT = (
 def main() -> None:
     parser = parser_of(__doc__, steps=10)
     parser.add_argument("--length", type=int, default=2048, help="tokens in each of the four sequences")
-    options = parser.parse_args()
+    options = options_of(parser)
     length = min(options.length, 32) if options.small else options.length
     if options.case:
         print(json.dumps(measure(options.case, options.steps, length, options.small)))
