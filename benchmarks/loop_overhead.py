@@ -1,6 +1,6 @@
 """Measures what a training loop costs: one small model on the CPU, under shoal and under other frameworks, in one run.
 
-    python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json FILE] [--write docs/benchmarks.md]
+    python benchmarks/loop_overhead.py [--peers raw,shoal,fabric] [--turns 40] [--json FILE] [--write FILE]
 
 The model is so small that most of the time goes into the loop; with a real model these differences do not matter.
 Every peer trains the same network on the same samples, in fp32 with fused AdamW, clipped by norm, with a learning rate
