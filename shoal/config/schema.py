@@ -108,6 +108,10 @@ class TrainingConfig(Section):
     """Compute fp32 matrix products in TF32 on CUDA devices: faster, less exact."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """How modules compute that have a fused path, as those of BDH have. `plain`: by the model's own code. `fused`: with
+    a backward of their own, which keeps less memory and computes less; refused for models without one. `auto` is
+    `plain`, because `fused` has not been measured on a GPU. See [memory](choosing.md#when-memory-is-short)."""
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, short_for("mode")] = (
         ActivationCheckpointingConfig()
     )

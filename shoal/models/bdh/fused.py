@@ -82,6 +82,8 @@ class _Heads(torch.autograd.Function):
         values = x.to(dtype).expand(len(encoder), *x.shape)
 
         to_y = to_y.to(dtype).flatten(0, 1).expand(len(encoder), -1, -1)
+        if torch.compiler.is_compiling():
+            neurons = neurons * _one_after(to_y)
         to_decoder = torch.bmm((neurons * gates).mT, to_y) if needs_decoder else None
         to_gated = torch.bmm(to_y, decoder.to(dtype).mT)
 
@@ -106,6 +108,15 @@ class _Heads(torch.autograd.Function):
         to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(dtype).mT).sum(0).unflatten(0, by_sample)
         gradients = zip((to_x, to_encoder, to_encoder_v, to_decoder), (x, encoder, encoder_v, decoder), strict=True)
         return *(None if to_it is None else to_it.to(it.dtype) for to_it, it in gradients), None, None, None
+
+
+def _one_after(gradient: Tensor) -> Tensor:
+    """Returns the number 1 as a tensor that depends on a gradient.
+
+    torch.compile sees forward and backward together. It would notice that the backward computes keys and gated neurons
+    again, and keep those of the forward. What is multiplied by this one exists in the backward alone.
+    """
+    return gradient.flatten()[0].isnan().to(gradient.dtype).clamp(min=1)
 
 
 def _through_relu(gradient: Tensor, output: Tensor) -> Tensor:
