@@ -21,5 +21,5 @@ def use_fused_kernels(model: nn.Module) -> list[str]:
             "method use_fused_kernels(); use plain"
         )
     for module in modules.values():
-        module.use_fused_kernels()  # type: ignore[operator]
+        module.use_fused_kernels()
     return [*modules]

@@ -53,7 +53,14 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor, cos: Tensor, sin: Tensor, dropout: float
+        ctx: Any,
+        x: Tensor,
+        encoder: Tensor,
+        encoder_v: Tensor,
+        decoder: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout: float,
     ) -> Tensor:
         # The casts that autocast makes in `Heads`. They are made here because the backward has no autocast.
         kind = x.device.type
