@@ -83,12 +83,14 @@ def test_values_and_gradients_are_those_of_the_plain_heads(
     check_near(trained(fused, text(*shape)), trained(plain, text(*shape)), relative)
 
 
-def heads_gradients(heads: Heads, inputs: dict[str, Tensor], tables: tuple[Tensor, Tensor], **options: bool) -> Any:
+def heads_gradients(heads: Heads, inputs: dict[str, Tensor], tables: tuple[Tensor, Tensor]) -> Any:
     torch.manual_seed(7)
     y = heads(*inputs.values(), *tables)
     to_y = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(8))
-    wanted = [tensor for tensor in inputs.values() if tensor.requires_grad]
-    return y, torch.autograd.grad(y, wanted, to_y, **options)
+    for tensor in inputs.values():
+        tensor.grad = None
+    y.backward(to_y)
+    return y.detach(), [tensor.grad for tensor in inputs.values()]
 
 
 def inputs_of(model: BDH, batch: int, time: int) -> dict[str, Tensor]:
@@ -124,27 +126,33 @@ def test_dropout_drops_the_same_and_not_in_evaluation() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_bf16_is_as_near_to_float64_as_the_plain_heads_are(dropout: float) -> None:
     sizes = {"n_embd": 32, "mlp_internal_dim_multiplier": 8}
-    exact, _ = pair(2, 0.0, **sizes)
+    exact, _ = pair(2, dropout, **sizes)
     plain, fused = pair(2, dropout, torch.float32, **sizes)
     for model in (exact, plain, fused):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.div_(20)
-    tokens = text(2, 64)
+    pure_plain, pure_fused = (copy.deepcopy(model).bfloat16() for model in (plain, fused))
 
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
-    of_plain, of_fused = trained(plain, tokens, autocast), trained(fused, tokens, autocast)
-    assert of_fused["logits"].dtype == of_plain["logits"].dtype
-    check_near(of_fused, of_plain, 0.05)
-    if not dropout:
-        truth = trained(exact, tokens)
-        for name, value in of_fused.items():
-            assert distance(value, truth[name]) < 1.2 * distance(of_plain[name], truth[name]) + 1e-3, name
-    pure_plain, pure_fused = (trained(model.bfloat16(), tokens) for model in (plain, fused))
-    assert pure_fused["encoder"].dtype == torch.bfloat16
-    check_near(pure_fused, pure_plain, 0.05)
+    # The mean over several texts: the factor of dropout is rounded in other places, so single errors differ.
+    errors: dict[str, list[tuple[float, float, float, float]]] = {}
+    for seed in range(6):
+        tokens = text(2, 64, seed=seed)
+        truth = trained(exact, tokens)  # on the CPU all dtypes draw the same random numbers
+        results = [trained(model, tokens, autocast) for model in (plain, fused)]
+        assert results[0]["logits"].dtype == results[1]["logits"].dtype
+        results += [trained(model, tokens) for model in (pure_plain, pure_fused)]
+        assert results[3]["encoder"].dtype == torch.bfloat16
+        for name, value in truth.items():
+            errors.setdefault(name, []).append(tuple(distance(result[name], value) for result in results))
+    for name, rows in errors.items():
+        of_plain, of_fused, of_pure_plain, of_pure_fused = torch.tensor(rows).mean(0).tolist()
+        assert of_fused < min(1.2 * of_plain, 0.1), name
+        assert of_pure_fused < min(1.2 * of_pure_plain, 0.1), name
+    assert max(row[1] for row in errors["logits"]) < 0.05
 
 
 def test_the_backward_works_twice_and_has_no_second_derivative() -> None:
@@ -269,12 +277,13 @@ def test_state_dicts_are_the_same() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("portable_bf16")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["float64", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compiled(precision: str, dropout: float) -> None:
     """One graph without breaks; the same numbers, and also random numbers, as the plain level compiled; and what is
     kept for the backward is what the fused one keeps, although torch.compile decides that by itself."""
-    plain, fused = pair(2, dropout, torch.float32, n_embd=32, mlp_internal_dim_multiplier=64)
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    plain, fused = pair(2, dropout, dtype, n_embd=32, mlp_internal_dim_multiplier=64)
     results, kept = [], []
 
     def autocast() -> AbstractContextManager[Any]:
@@ -289,5 +298,5 @@ def test_compiled(precision: str, dropout: float) -> None:
         assert compile_counts().breaks == before.breaks
         with autocast():
             kept.append(kept_bytes(model, model.levels[0], 4, 64)[0])
-    check_near(results[1], results[0], 1e-5 if precision == "fp32" else 0.05)
+    check_near(results[1], results[0], 1e-12 if precision == "float64" else 0.1)
     assert kept[1] < 0.6 * kept[0]
