@@ -109,9 +109,10 @@ class TrainingConfig(Section):
     compile: bool = False
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
-    """How modules compute that have a fused path, as those of BDH have. `plain`: by the model's own code. `fused`: with
-    a backward of their own, which keeps less memory and computes less; refused for models without one. `auto` is
-    `plain`, because `fused` has not been measured on a GPU. See [memory](choosing.md#when-memory-is-short)."""
+    """How modules with a fused path compute; of shoal's models only BDH has some. `plain`: by the model's own code.
+    `fused`: with a backward of their own, which keeps less and computes less; refused for models without it. `auto`:
+    `plain`, because `fused` has not been measured on a GPU. See [choosing.md](choosing.md#less-memory-for-activations).
+    """
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, short_for("mode")] = (
         ActivationCheckpointingConfig()
     )

@@ -167,9 +167,9 @@ def test_the_backward_works_twice_and_has_no_second_derivative() -> None:
         gradient.sum().backward()
 
 
-def test_heads_of_two_ranks_add_up(heads: int = 4) -> None:
+def test_heads_of_two_ranks_add_up() -> None:
     """Tensor parallelism gives each rank some heads of each weight, and sums outputs and gradients of x."""
-    plain, fused = pair(heads)
+    plain, fused = pair(heads=4)
     inputs, tables = inputs_of(plain, 2, 6), plain.attn(0, 6)
     expected_y, (to_x, *to_weights) = heads_gradients(plain.levels[0].heads, inputs, tables)
     parts = []
