@@ -123,7 +123,7 @@ def _one_after(gradient: Tensor) -> Tensor:
     torch.compile sees forward and backward together. It would notice that the backward computes keys and gated neurons
     again, and keep those of the forward. What is multiplied by this one exists in the backward alone.
     """
-    return gradient.flatten()[0].isnan().to(gradient.dtype).clamp(min=1)
+    return gradient[0, 0, 0].isnan().to(gradient.dtype).clamp(min=1)
 
 
 def _through_relu(gradient: Tensor, output: Tensor) -> Tensor:
