@@ -65,6 +65,7 @@ class Engaged:
     host_inputs: HostInputs | None = None
     compiled: CompiledModules | None = None
     float8_layers: int = 0
+    fused_modules: list[str] = field(default_factory=list)
     chunked_head: ChunkedHead | None = None
     exchange: CompressedExchange | LocalSGD | None = None
     """What replicas exchange instead of gradients as they are, if they do."""

@@ -31,6 +31,7 @@ _TRAINING = (
     "mixed_precision",
     "tf32",
     "compile",
+    "kernels",
     "activation_checkpointing",
     "loss_chunks",
     "sync_batch_norm",

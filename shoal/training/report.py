@@ -30,6 +30,7 @@ from shoal.training.schedules import describe_schedule, schedule_is_by_recipe
 from shoal.training.signals import StopFlag
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
+from shoal.transform.kernels import has_fused_path
 from shoal.transform.precision import HalfWitness
 
 if TYPE_CHECKING:
@@ -213,6 +214,11 @@ class Report:
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
+        if names := engaged.fused_modules:
+            fused = f"fused in {len(names)} module{'s' * (len(names) != 1)} ({names[0]}{', …' * (len(names) > 1)})"
+            yield "kernels", fused, ("training.kernels",)
+        elif any(map(has_fused_path, session.model.modules())):
+            yield "kernels", "plain", ("training.kernels",)
         if names := engaged.checkpointed_modules:
             recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
             recomputed += ", inputs in host memory" * (engaged.host_inputs is not None)

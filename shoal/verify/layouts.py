@@ -182,13 +182,18 @@ def _half_weights(run: Run) -> str | None:
 
 
 def reference_run(run: Run, procs: int) -> Run:
-    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked or compiled.
+    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked, compiled or fused.
 
     With synced BatchNorms, which mix the samples of a micro-batch of all ranks, it has these as its micro-batches.
     """
     batch = derive_batches(run.config.training, procs)[0].global_batch_size
     micro_batch = _synced_batch_size(run, procs) if run.config.training.sync_batch_norm else batch
-    without_options = {"activation_checkpointing": {"mode": "none"}, "loss_chunks": 1, "compile": False}
+    without_options = {
+        "activation_checkpointing": {"mode": "none"},
+        "loss_chunks": 1,
+        "compile": False,
+        "kernels": "plain",
+    }
     changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
     return with_changes(run, changes, {**_batches(batch, micro_batch), **without_options})
 

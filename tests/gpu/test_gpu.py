@@ -92,6 +92,8 @@ LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
     [
         (bdh, "fp32", ["ddp", "fsdp", "fsdp_shard_grad_op", "fsdp_no_shard"], {}),
         (bdh, "fp16", ["fsdp"], {}),
+        (bdh, "fp32", ["single", "fsdp", "tp"], {"kernels": "fused"}),
+        (bdh, "bf16", ["single", "fsdp"], {"kernels": "fused", "compile": True}),
         (llama, "fp32", ["ddp", "fsdp"], LEAN),
         (llama, "bf16", ["ddp", "fsdp"], LEAN),
         (llama, "pure_bf16", ["fsdp"], {"activation_checkpointing": "selective"}),
@@ -296,18 +298,21 @@ def test_no_step_of_a_loop_of_ones_own_waits_for_the_device(toy: ToyRun, note: C
     note("host synchronisations in the body of a loop of one's own", "none (torch.cuda.set_sync_debug_mode)")
 
 
-def test_the_published_bdh_is_quick(tmp_path: Path, note: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_the_published_bdh_is_quick(tmp_path: Path, note: Callable[[str, str], None], kernels: str) -> None:
     # In a process of its own: the shapes of the other tests would make torch.compile go for dynamic ones.
-    (metrics,) = run_function(_train_published_bdh, (str(tmp_path),), 1, "spawn")
+    (metrics,) = run_function(_train_published_bdh, (str(tmp_path), kernels), 1, "spawn")
     assert metrics["train/mfu"] > 0
     speed = f"{metrics['train/tokens_per_second']:,.0f} tokens/s, MFU {metrics['train/mfu']:.1%}"
-    note("published BDH, 32 × 512 tokens, bf16, compiled", f"{speed}, {metrics['train/memory_gib']:.1f} GiB")
+    how = ", fused kernels" if kernels == "fused" else ""
+    note(f"published BDH, 32 × 512 tokens, bf16, compiled{how}", f"{speed}, {metrics['train/memory_gib']:.1f} GiB")
 
 
-def _train_published_bdh(folder: str) -> dict[str, float]:
+def _train_published_bdh(folder: str, kernels: str) -> dict[str, float]:
     config = Path(__file__).parents[2] / "shoal" / "configs" / "bdh_stdlib.yaml"
     keys = ["training.max_steps=150", "training.eval_steps=null", "training.eval_batches=1"]
     keys += ["logging.every=50", "logging.console=off", f"experiment.output_dir={folder}/out"]
+    keys += [f"training.kernels={kernels}"]
     return train(load_run(config, keys)).metrics
 
 

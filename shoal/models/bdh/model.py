@@ -150,6 +150,12 @@ class Heads(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
 
+    def use_fused_kernels(self) -> None:
+        """Makes one autograd function of the forward and the backward (`training.kernels: fused`)."""
+        from shoal.models.bdh.fused import FusedHeads  # a subclass
+
+        self.__class__ = FusedHeads
+
     def forward(
         self,
         x: Tensor,
