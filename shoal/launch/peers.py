@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -81,7 +82,7 @@ class Peers:
         self._silence = dict.fromkeys([0] if node else range(1, max_nodes), 0.0)
         self._limit_seconds = silence_seconds
         self._posts: dict[int, str] = {}
-        self._refusals: list[str] = []
+        self._refusals: deque[str] = deque()  # the thread appends while the launcher takes
         self._refusals_read = 0
         self._raw_board = board
         self._board = _section(board)
@@ -161,8 +162,7 @@ class Peers:
 
     def take_refusals(self) -> list[str]:
         """Returns why machines were refused, each once; only node 0 is told."""
-        refusals, self._refusals = self._refusals, []
-        return refusals
+        return [self._refusals.popleft() for _ in range(len(self._refusals))]
 
     def leave(self, seconds: float = 5.0) -> None:
         """Ends the exchange after a last post that says so. Node 0 waits for the others to read the end of the run."""

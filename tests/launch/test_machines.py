@@ -205,7 +205,7 @@ def test_a_machine_that_does_not_belong_to_the_run_is_refused(
         for word in words:
             assert word in str(refused.value)
         while not (refusals := keeper.take_refusals()):
-            time.sleep(0.01)
+            pass  # also while it comes, none gets lost
         assert words[0].split(":")[0] in refusals[0]
     finally:
         member.leave()
