@@ -97,7 +97,7 @@ def attempts(saved: Path, folder: Path, step: int, fault: int | str) -> Iterator
             shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("step", [8, 6])
+@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.slow), 6])
 def test_a_process_that_dies_at_any_call(saved_run: Path, tmp_path: Path, step: int) -> None:
     for folder, faulty in attempts(saved_run, tmp_path, step, "raise"):
         with pytest.raises(Killed), faulty.installed():

@@ -38,7 +38,8 @@ def adapted(tmp_path: Path, lora: dict[str, Any], distributed: dict[str, Any] | 
     return check_run({**tree, "lora": lora})
 
 
-@pytest.mark.parametrize("layout", ["tp_sp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pp"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp_sp", "fsdp", "pp"])
 def test_dora_in_two(tmp_path: Path, pool2: Pool, layout: str) -> None:
     """DoRA has all parts of LoRA; the slow tests prove both in all layouts."""
     run = adapted(tmp_path, DORA, global_batch_size=7, gradient_accumulation=2)

@@ -37,6 +37,7 @@ def test_a_llama_in_four(tmp_path: Path, pool4: Pool) -> None:
         assert failed(verdict) == {}, verdict.layout
 
 
+@pytest.mark.slow  # training/test_moves.py has pipelines, and so have the planted bugs below
 @with_adamw
 def test_a_pipeline_in_two(tmp_path: Path, pool2: Pool, adamw: bool) -> None:
     """A step has exactly as many micro-batches as the schedule needs; the last one is short."""
