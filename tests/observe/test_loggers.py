@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_SECONDS
 
 from shoal.config.schema import LoggingConfig, MlflowConfig, WandbConfig
 from shoal.errors import UserError
@@ -183,7 +184,11 @@ def read_wandb(folder: Path) -> tuple[Any, list[dict[str, Any]]]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    data = next(folder.glob("run-*.wandb")).read_bytes()
+    file = next(folder.glob("run-*.wandb"))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while file.stat().st_size <= 7 and time.monotonic() < deadline:  # W&B's own process writes after `finish` returned
+        time.sleep(0.05)
+    data = file.read_bytes()
     position, run, history = 7, None, []  # after the file's header
     while position < len(data):
         size = int.from_bytes(data[position + 4 : position + 6], "little")
