@@ -71,8 +71,8 @@ class Layout:
     """How replicas compress gradients; the method is `none` if there is one replica."""
     local_sgd: LocalSGDConfig | None = None
     """How replicas exchange weights instead of gradients, if they do."""
-    kernels: Literal["plain", "fused"] = "plain"
-    """Whether modules that have a fused path use it."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """Whether modules that have a fused path use it; `auto` means on CUDA devices."""
 
     @property
     def world_size(self) -> int:
@@ -135,7 +135,7 @@ def layout_of(
         not_in_force,
         distributed.compression,
         distributed.local_sgd,
-        "fused" if training.kernels == "fused" else "plain",
+        training.kernels,
     )
     for contradictory, message in (
         *_contradictions(layout),

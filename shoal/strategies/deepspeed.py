@@ -41,7 +41,7 @@ from shoal.strategies.update import Update, check_optimizer
 from shoal.strategies.zero_weights import ZeroWeights
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
-from shoal.transform.kernels import use_fused_kernels
+from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast
 from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
@@ -193,8 +193,7 @@ class ZeroStrategy(DistributedStrategy):
         if self.data_size > 1:
             check_alike_on_ranks(model)
         check_dtypes(model, self._stage)
-        if layout.kernels == "fused":
-            engaged.fused_modules = use_fused_kernels(model)
+        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device)
         self._transform(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:

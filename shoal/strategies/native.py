@@ -41,7 +41,7 @@ from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
 from shoal.transform.float8 import apply_float8
-from shoal.transform.kernels import use_fused_kernels
+from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
 from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
 from shoal.weights.materialise import materialise, move_buffers
@@ -124,8 +124,7 @@ class NativeStrategy(DistributedStrategy):
                 check_gathered(model, DTYPES[layout.param_dtype], key)
         if layout.precision == "fp8":
             engaged.float8_layers = apply_float8(model, plan)
-        if layout.kernels == "fused":
-            engaged.fused_modules = use_fused_kernels(model)
+        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device)
         if sides["pp"] > 1:
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None

@@ -30,8 +30,8 @@ from shoal.training.schedules import describe_schedule, schedule_is_by_recipe
 from shoal.training.signals import StopFlag
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
-from shoal.transform.kernels import has_fused_path
-from shoal.transform.precision import HalfWitness
+from shoal.transform.kernels import describe_kernels, has_fused_path
+from shoal.transform.precision import HALF_TYPES, HalfWitness
 
 if TYPE_CHECKING:
     from shoal.training.loop import Shell
@@ -216,7 +216,9 @@ class Report:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.fused_modules:
             fused = f"fused in {len(names)} module{'s' * (len(names) != 1)} ({names[0]}{', …' * (len(names) > 1)})"
-            yield "kernels", fused, ("training.kernels",)
+            dtype = HALF_TYPES[training.mixed_precision] or torch.float32
+            how = describe_kernels(session.model.get_submodule(names[0]), strategy.device, dtype)
+            yield "kernels", ", ".join(filter(None, (fused, how))), ("training.kernels",)
         elif any(map(has_fused_path, session.model.modules())):
             yield "kernels", "plain", ("training.kernels",)
         if names := engaged.checkpointed_modules:

@@ -230,6 +230,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right to the total, whatever its type and order of strides."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and total.dtype == torch.float32:
+        # cuBLAS adds to float32 where the product ends. A product of its own and a sum would take three more passes.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     elif total.is_contiguous():
         total += left @ right
     else:

@@ -19,7 +19,7 @@ from shoal.models.bdh.fused import FusedHeads
 from shoal.models.bdh.model import Heads, State
 from shoal.torch_private import compile_counts
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
-from shoal.transform.kernels import use_fused_kernels
+from shoal.transform.kernels import apply_kernels
 from shoal.types import ParallelPlan
 
 VOCAB = 11
@@ -35,7 +35,7 @@ def pair(heads: int = 2, dropout: float = 0.0, dtype: torch.dtype = torch.float6
         for parameter in plain.parameters():
             parameter.mul_(20)
     fused = copy.deepcopy(plain)
-    use_fused_kernels(fused)
+    apply_kernels(fused, "fused", torch.device("cpu"))
     return plain, fused
 
 

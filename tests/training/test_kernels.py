@@ -55,7 +55,12 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     [
         ("auto", "plain  (command line)", Heads),
         ("plain", "plain  (command line)", Heads),
-        ("fused", "fused in 2 modules (levels.0.heads, …)  (command line)", FusedHeads),
+        (
+            "fused",
+            "fused in 2 modules (levels.0.heads, …), in PyTorch: Triton needs a CUDA device, and this is cpu"
+            "  (command line)",
+            FusedHeads,
+        ),
     ],
 )
 def test_the_report_says_which_is_in_force(

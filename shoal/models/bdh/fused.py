@@ -1,11 +1,13 @@
 """The heads of a level as one autograd function, which keeps less for its backward and computes one product fewer.
 
+On GPUs that triton_heads.py has kernels for, the function is the one there; elsewhere it is the one here.
+
 `Heads` in model.py says what is computed. Autograd keeps five tensors over neurons for it: neurons, keys, gates, the
 dropout mask, and gated neurons. Two are enough: keys are rotated neurons, gated neurons are a product of the two, and
 dropout is applied to the gates, so that a gate is 0 where it is closed or dropped. The backward computes the others
 again, which takes no matrix product. Keys and queries are one tensor, so both gradients of the scores are one product.
 
-Everything is plain PyTorch, so torch.compile fuses what surrounds the products.
+Everything here is plain PyTorch, so torch.compile fuses what surrounds the products.
 """
 
 from __future__ import annotations
@@ -16,14 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.models.bdh.gradients import norm_with_deviation, through_norm
 from shoal.models.bdh.model import Heads, Memory, norm, rotate
-
-NORM_EPS = 1e-5
-"""The default of F.layer_norm, which `norm` uses."""
+from shoal.models.bdh.triton_heads import TritonHeads, why_not
 
 
 class FusedHeads(Heads):
-    """Computes what `Heads` computes. With a memory, as in generation, it is the code of `Heads`."""
+    """Computes what `Heads` computes, by the kernels in triton_heads.py where these can.
+
+    With a memory, as in generation, it is the code of `Heads`.
+    """
+
+    def describe_kernels(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Returns whether kernels in Triton compute, and if not, why."""
+        reason = why_not(device, dtype, self.num_embd, self.num_neurons)
+        return "in Triton" if reason is None else f"in PyTorch: {reason}"
 
     def forward(
         self,
@@ -38,10 +47,20 @@ class FusedHeads(Heads):
         if memory is not None:
             return super().forward(x, encoder, encoder_v, decoder, cos, sin, memory)
         dropout = self.dropout.p if self.dropout.training else 0.0
-        decoder = decoder.unflatten(0, (encoder.shape[0], -1))
-        y = _Heads.apply(x, encoder, encoder_v, decoder, cos, sin, dropout)
+        inputs = (x, encoder, encoder_v, decoder.unflatten(0, (encoder.shape[0], -1)), cos, sin, dropout)
+        if why_not(x.device, _compute_dtype(x), self.num_embd, self.num_neurons) is None:
+            # The kernels draw their random numbers from this one, which torch's generator decides.
+            y = TritonHeads.apply(*inputs, torch.randint(2**31, (1,), device=x.device))
+        else:
+            y = _Heads.apply(*inputs)
         assert isinstance(y, Tensor)
         return y
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype that autocast would cast products to, or that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Heads(torch.autograd.Function):
@@ -63,8 +82,7 @@ class _Heads(torch.autograd.Function):
         dropout: float,
     ) -> Tensor:
         # The casts that autocast makes in `Heads`. They are made here because the backward has no autocast.
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = _compute_dtype(x)
         by_sample = x.shape[:2]
         values = x.to(dtype).expand(len(encoder), *x.shape)
         neurons = torch.bmm(values.flatten(1, 2), encoder.to(dtype)).relu()
@@ -97,13 +115,13 @@ class _Heads(torch.autograd.Function):
         # `gates` has the factor of dropout in it. The gradient of gates has that factor, too; small tensors get it.
         scale = 1 / (1 - ctx.dropout)
         to_gates = _through_relu(to_gated * neurons, gates)
-        normed, deviation = _norm(attended)
+        normed, deviation = norm_with_deviation(attended)
         to_encoder_v = torch.bmm((normed * scale).to(dtype).flatten(1, 2).mT, to_gates) if needs_encoder_v else None
         to_normed = (torch.bmm(to_gates, encoder_v.to(dtype).mT) * scale).unflatten(1, by_sample)
         to_neurons = to_gated.mul_(gates)
         del to_gates, to_gated
 
-        to_attended = _through_norm(to_normed, normed, deviation).to(dtype)
+        to_attended = through_norm(to_normed, normed, deviation).to(dtype)
         to_values = scores.mT @ to_attended
         to_scores = (to_attended @ values.mT).tril_(-1)
         to_keys = (to_scores + to_scores.mT) @ rotate(neurons.unflatten(1, by_sample), cos, sin)
@@ -129,17 +147,3 @@ def _one_after(gradient: Tensor) -> Tensor:
 def _through_relu(gradient: Tensor, output: Tensor) -> Tensor:
     """Returns the gradient where the output of a ReLU is above 0, else 0, in one pass."""
     return torch.ops.aten.threshold_backward(gradient, output, 0)
-
-
-def _norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norm(x), and the standard deviation that x was divided by, in at least float32."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = x - x.mean(-1, keepdim=True)
-    deviation = (centred.square().mean(-1, keepdim=True) + NORM_EPS).sqrt()
-    return centred / deviation, deviation
-
-
-def _through_norm(gradient: Tensor, normed: Tensor, deviation: Tensor) -> Tensor:
-    """Returns the gradient with respect to the input of a norm."""
-    along = normed * (gradient * normed).mean(-1, keepdim=True)
-    return (gradient - gradient.mean(-1, keepdim=True) - along) / deviation

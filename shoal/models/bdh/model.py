@@ -146,9 +146,10 @@ class Heads(nn.Module):
     """Computes the part of a level that is a sum over heads. If it gets only some heads of each weight, it returns the
     sum over these heads; tensor parallelism uses this."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, config: BDHConfig) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config.dropout)
+        self.num_embd, self.num_neurons = config.n_embd, config.neurons_per_head
 
     def use_fused_kernels(self) -> None:
         """Makes one autograd function of the forward and the backward (`training.kernels: fused`)."""
@@ -184,9 +185,9 @@ class Level(nn.Module):
     """One level. It has no parameters: it gets the shared weights as arguments, so that it can be compiled or
     checkpointed (activations) separately."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, config: BDHConfig) -> None:
         super().__init__()
-        self.heads = Heads(dropout)
+        self.heads = Heads(config)
 
     def forward(self, x: Tensor, *shared: Tensor, memory: Memory | None = None) -> Tensor:
         """Returns the hidden states of the next level. `shared` is encoder, encoder_v, decoder, cos, sin."""
@@ -223,7 +224,7 @@ class BDH(nn.Module):
         self.decoder = nn.Parameter(torch.empty(heads * neurons, embd))
         self.lm_head = nn.Parameter(torch.empty(embd, config.vocab_size))
         self.attn = Rotary(neurons)
-        self.levels = nn.ModuleList(Level(config.dropout) for _ in range(config.n_layer))
+        self.levels = nn.ModuleList(Level(config) for _ in range(config.n_layer))
         self.head = Readout()
         self.reset_parameters()
 

@@ -1,0 +1,308 @@
+"""The heads of a level on GPUs of Hopper's kind or newer: kernels in Triton, and cuBLAS for the other products.
+
+`Heads` in model.py says what is computed, and fused.py has the same gradients in plain PyTorch. For the backward a
+level keeps two tensors over neurons: neurons, and gated neurons after dropout. Gates are their quotient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+from shoal.models.bdh.gradients import norm_with_deviation, through_norm
+from shoal.models.bdh.model import norm
+
+
+class Tile(NamedTuple):
+    """The size of what one program computes at a time, and how it does it."""
+
+    sequences: int
+    rows: int
+    columns: int
+    stages: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+ENCODE = Tile(2, 64, 64, 2, 8)
+GATE = Tile(1, 128, 64, 2, 8)
+GATE_BACKWARD = Tile(1, 128, 64, 2, 8)
+KEYS_BACKWARD = Tile(1, 128, 128, 3, 4)
+INNER = 64
+"""The width of the tiles that `keys_backward` adds up."""
+CHUNK = 8192
+"""The most columns of a weight that one program goes through."""
+
+
+@torch.compiler.assume_constant_result
+def why_not(device: torch.device, dtype: torch.dtype, embd: int, neurons: int) -> str | None:
+    """Returns why these kernels cannot compute a level with so many neurons in a head, or None if they can."""
+    if device.type != "cuda":
+        return f"Triton needs a CUDA device, and this is {device.type}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"the kernels need compute capability 9.0 or higher, and {torch.cuda.get_device_name(device)} has less"
+    if dtype != torch.bfloat16:
+        return f"the kernels compute in bf16, and this run in {str(dtype).removeprefix('torch.')}"
+    if embd not in (16, 32, 64, 128, 256):
+        return f"the kernels need n_embd to be a power of 2 from 16 to 256, and it is {embd}"
+    if neurons % 64:
+        return f"the kernels need a multiple of 64 neurons in a head, and there are {neurons}"
+    return None
+
+
+class TritonHeads(torch.autograd.Function):
+    """x (batch, time, embd), encoder and encoder_v (heads, embd, neurons), decoder (heads, neurons, embd) → y like x.
+
+    Tensors over neurons are (heads, batch, time, neurons).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        encoder: Tensor,
+        encoder_v: Tensor,
+        decoder: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dropout: float,
+        seed: Tensor,
+    ) -> Tensor:
+        kind = torch.bfloat16
+        values = x.to(kind)
+        neurons, keys = encode(values, encoder.to(kind), cos.to(kind), sin.to(kind))
+        scores = (keys @ keys.mT).tril(-1)
+        del keys
+        attended = scores @ values
+        gated = gate(norm(attended).to(kind), encoder_v.to(kind), neurons, dropout, seed)
+        y = torch.bmm(gated.flatten(1, 2), decoder.to(kind)).sum(0).view_as(x)
+        ctx.save_for_backward(x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gated)
+        ctx.dropout = dropout
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients. A name `to_gates` is the gradient with respect to `gates` before their ReLU."""
+        x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gated = ctx.saved_tensors
+        kind, heads = torch.bfloat16, len(encoder)
+        _, needs_encoder, needs_encoder_v, needs_decoder, *_ = ctx.needs_input_grad
+        values, to_y, cos, sin = (tensor.to(kind) for tensor in (x, to_y, cos, sin))
+        tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (values, to_y))
+
+        to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if needs_decoder else None
+        to_gates, to_neurons, keys = gate_backward(
+            to_y.contiguous(), decoder.to(kind), neurons, gated, cos, sin, ctx.dropout
+        )
+        normed, deviation = norm_with_deviation(attended)
+        to_gates = to_gates.flatten(1, 2)
+        to_encoder_v = torch.bmm(normed.to(kind).flatten(1, 2).mT, to_gates) if needs_encoder_v else None
+        to_normed = torch.bmm(to_gates, encoder_v.to(kind).mT).view_as(attended)
+        del to_gates
+
+        to_attended = through_norm(to_normed, normed, deviation).to(kind)
+        to_values = scores.mT @ to_attended
+        to_scores = (to_attended @ values.mT).tril(-1)
+        to_neurons = keys_backward(to_scores + to_scores.mT, keys, neurons, cos, sin, to_neurons).flatten(1, 2)
+        del keys
+        to_encoder = torch.bmm(tokens.mT, to_neurons) if needs_encoder else None
+        to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(kind).mT).sum(0).view_as(x)
+        gradients = zip((to_x, to_encoder, to_encoder_v, to_decoder), (x, encoder, encoder_v, decoder), strict=True)
+        return *(None if to_it is None else to_it.to(it.dtype) for to_it, it in gradients), None, None, None, None
+
+
+@custom_op("shoal::bdh_encode", mutates_args=())
+def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns neurons = relu(x @ encoder), and the same rotated."""
+    from shoal.models.bdh import triton_kernels
+
+    (batch, time, embd), (heads, _, width) = x.shape, encoder.shape
+    neurons, keys = (x.new_empty(heads, batch, time, width) for _ in range(2))
+    tile = _fitted(ENCODE, width)
+    triton_kernels.encode[_programs(tile, heads, batch, time, width)](
+        _described(x, (tile.sequences, tile.rows, embd)),
+        _described(encoder, (1, embd, tile.columns)),
+        *(_described(table, (tile.rows, tile.columns // 2)) for table in (cos, sin)),
+        neurons,
+        keys,
+        batch,
+        time,
+        width,
+        D=embd,
+        CHUNK=_chunk(width),
+        **_options(tile),
+    )
+    return neurons, keys
+
+
+@encode.register_fake
+def _(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    neurons = x.new_empty(len(encoder), *x.shape[:2], encoder.shape[2])
+    return neurons, torch.empty_like(neurons)
+
+
+@custom_op("shoal::bdh_gate", mutates_args=())
+def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
+    """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64."""
+    from shoal.models.bdh import triton_kernels
+
+    heads, batch, time, width = neurons.shape
+    gated, embd = torch.empty_like(neurons), normed.shape[-1]
+    tile = _fitted(GATE, width)
+    triton_kernels.gate[_programs(tile, heads, batch, time, width)](
+        _described(normed, (1, tile.sequences, tile.rows, embd)),
+        _described(encoder_v, (1, embd, tile.columns)),
+        _described(neurons, (1, tile.sequences, tile.rows, tile.columns)),
+        gated,
+        seed,
+        round(dropout * 65536),
+        1 / (1 - dropout),
+        batch,
+        time,
+        width,
+        D=embd,
+        DROPS=dropout > 0,
+        CHUNK=_chunk(width),
+        **_options(tile),
+    )
+    return gated
+
+
+@gate.register_fake
+def _(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
+    return torch.empty_like(neurons)
+
+
+@custom_op("shoal::bdh_gate_backward", mutates_args=())
+def gate_backward(
+    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of gates, that of neurons through the gating alone, and keys."""
+    from shoal.models.bdh import triton_kernels
+
+    heads, batch, time, width = neurons.shape
+    embd = to_y.shape[-1]
+    outputs = tuple(torch.empty_like(neurons) for _ in range(3))
+    tile = _fitted(GATE_BACKWARD, width)
+    block = (1, tile.sequences, tile.rows, tile.columns)
+    triton_kernels.gate_backward[_programs(tile, heads, batch, time, width)](
+        _described(to_y, (tile.sequences, tile.rows, embd)),
+        _described(decoder, (1, tile.columns, embd)),
+        *(_described(tensor, block) for tensor in (neurons, gated)),
+        *(_described(table, (tile.rows, tile.columns // 2)) for table in (cos, sin)),
+        *outputs,
+        1 / (1 - dropout),
+        batch,
+        time,
+        width,
+        D=embd,
+        CHUNK=_chunk(width),
+        **_options(tile),
+    )
+    return outputs[0], outputs[1], outputs[2]
+
+
+@gate_backward.register_fake
+def _(
+    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(neurons), torch.empty_like(neurons), torch.empty_like(neurons)
+
+
+@custom_op("shoal::bdh_keys_backward", mutates_args=())
+def keys_backward(
+    to_scores: Tensor, keys: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor, to_neurons: Tensor
+) -> Tensor:
+    """Returns the gradient of neurons before their ReLU: `to_neurons`, and what comes through scores.
+
+    `to_scores` is the gradient of scores plus its transpose, because queries and keys are one tensor.
+    """
+    from shoal.models.bdh import triton_kernels
+
+    heads, batch, time, width = neurons.shape
+    result = torch.empty_like(neurons)
+    tile = _fitted(KEYS_BACKWARD, width)
+    block = (1, tile.rows, tile.columns)
+    keys, neurons, to_neurons, output = (tensor.flatten(0, 1) for tensor in (keys, neurons, to_neurons, result))
+    to_scores = F.pad(to_scores.flatten(0, 1), (0, -time % 8))  # descriptors need rows of whole 16 bytes
+    triton_kernels.keys_backward[(-(-time // tile.rows), width // tile.columns, heads * batch)](
+        _described(to_scores, (1, tile.rows, INNER)),
+        _described(keys, (1, INNER, tile.columns)),
+        _described(neurons, block),
+        *(_described(table, (tile.rows, tile.columns // 2)) for table in (cos, sin)),
+        _described(to_neurons, block),
+        _described(output, block),
+        time,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        INNER=INNER,
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+    )
+    return result
+
+
+@keys_backward.register_fake
+def _(to_scores: Tensor, keys: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor, to_neurons: Tensor) -> Tensor:
+    return torch.empty_like(neurons)
+
+
+@register_flop_formula([torch.ops.shoal.bdh_encode, torch.ops.shoal.bdh_gate, torch.ops.shoal.bdh_gate_backward])
+def _flops(tokens: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
+    heads, rows, columns = weight
+    return 2 * tokens[-3] * tokens[-2] * heads * rows * columns
+
+
+@register_flop_formula(torch.ops.shoal.bdh_keys_backward)
+def _flops_of_keys(to_scores: Sequence[int], keys: Sequence[int], *rest: Any, **options: Any) -> int:
+    heads, batch, time, neurons = keys
+    return 2 * heads * batch * time * time * neurons
+
+
+def dropout_mask(seed: int, shape: Sequence[int], dropout: float) -> Tensor:
+    """Returns which elements (heads, batch, time, neurons) `gate` keeps, by the same hash, in plain PyTorch."""
+    *rows, width = shape
+    row_seeds = _hashed(torch.arange(torch.Size(rows).numel()), torch.tensor(seed))
+    bits = _hashed(torch.arange(width // 2), row_seeds[:, None])
+    return (torch.stack((bits & 0xFFFF, bits >> 16), -1) >= round(dropout * 65536)).view(*shape)
+
+
+def _hashed(index: Tensor, seed: Tensor) -> Tensor:
+    bits = (index ^ seed) & 0xFFFFFFFF
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
+
+
+def _described(tensor: Tensor, block: Sequence[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor.contiguous(), [*block])
+
+
+def _fitted(tile: Tile, width: int) -> Tile:
+    """Returns a tile whose columns divide the neurons of a head."""
+    return tile._replace(columns=gcd(tile.columns, width))
+
+
+def _chunk(width: int) -> int:
+    return gcd(CHUNK, width)
+
+
+def _programs(tile: Tile, heads: int, batch: int, time: int, width: int) -> tuple[int, int, int]:
+    return -(-time // tile.rows) * -(-batch // tile.sequences), heads, width // _chunk(width)
+
+
+def _options(tile: Tile) -> dict[str, int | None]:
+    sizes = {"SEQUENCES": tile.sequences, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+    return {**sizes, "num_warps": tile.num_warps, "maxnreg": tile.max_registers}
