@@ -32,9 +32,9 @@ class Tile(NamedTuple):
     max_registers: int | None = None
 
 
-ENCODE = Tile(2, 64, 64, 2, 8)
-GATE = Tile(1, 128, 64, 2, 8)
-GATE_BACKWARD = Tile(1, 128, 64, 2, 8)
+ENCODE = Tile(2, 64, 32, 3, 8)
+GATE = Tile(2, 64, 32, 3, 8)
+GATE_BACKWARD = Tile(1, 64, 32, 3, 4, 168)
 KEYS_BACKWARD = Tile(1, 128, 128, 3, 4)
 INNER = 64
 """The width of the tiles that `keys_backward` adds up."""
@@ -93,32 +93,56 @@ class TritonHeads(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients. A name `to_gates` is the gradient with respect to `gates` before their ReLU."""
-        x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gated = ctx.saved_tensors
-        kind, heads = torch.bfloat16, len(encoder)
-        _, needs_encoder, needs_encoder_v, needs_decoder, *_ = ctx.needs_input_grad
-        values, to_y, cos, sin = (tensor.to(kind) for tensor in (x, to_y, cos, sin))
-        tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (values, to_y))
+        """Returns the gradients, of some heads at a time: what a backward needs for a moment is as large as what a
+        level keeps, and would decide how much memory a step takes."""
+        x, encoder, encoder_v, decoder, cos, sin, *kept = ctx.saved_tensors
+        values, to_y, cos, sin = (tensor.to(torch.bfloat16).contiguous() for tensor in (x, to_y, cos, sin))
+        by_head = zip(*(tensor.split(-(-len(encoder) // 2)) for tensor in (encoder, encoder_v, decoder, *kept)))
+        wanted, scale = ctx.needs_input_grad[1:4], 1 / (1 - ctx.dropout)
+        parts = [_gradients(values, to_y, cos, sin, scale, wanted, *some) for some in by_head]
+        to_x, *to_weights = zip(*parts, strict=True)
+        gradients = (None if to_it[0] is None else torch.cat(to_it) for to_it in to_weights)
+        return sum(to_x).to(x.dtype), *gradients, None, None, None, None
 
-        to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if needs_decoder else None
-        to_gates, to_neurons, keys = gate_backward(
-            to_y.contiguous(), decoder.to(kind), neurons, gated, cos, sin, ctx.dropout
-        )
-        normed, deviation = norm_with_deviation(attended)
-        to_gates = to_gates.flatten(1, 2)
-        to_encoder_v = torch.bmm(normed.to(kind).flatten(1, 2).mT, to_gates) if needs_encoder_v else None
-        to_normed = torch.bmm(to_gates, encoder_v.to(kind).mT).view_as(attended)
-        del to_gates
 
-        to_attended = through_norm(to_normed, normed, deviation).to(kind)
-        to_values = scores.mT @ to_attended
-        to_scores = (to_attended @ values.mT).tril(-1)
-        to_neurons = keys_backward(to_scores + to_scores.mT, keys, neurons, cos, sin, to_neurons).flatten(1, 2)
-        del keys
-        to_encoder = torch.bmm(tokens.mT, to_neurons) if needs_encoder else None
-        to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(kind).mT).sum(0).view_as(x)
-        gradients = zip((to_x, to_encoder, to_encoder_v, to_decoder), (x, encoder, encoder_v, decoder), strict=True)
-        return *(None if to_it is None else to_it.to(it.dtype) for to_it, it in gradients), None, None, None, None
+def _gradients(
+    x: Tensor,
+    to_y: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+    encoder: Tensor,
+    encoder_v: Tensor,
+    decoder: Tensor,
+    neurons: Tensor,
+    scores: Tensor,
+    attended: Tensor,
+    gated: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x, and of those weights that are wanted, through some heads.
+
+    A name `to_gates` is the gradient with respect to `gates` before their ReLU.
+    """
+    kind, heads = x.dtype, len(encoder)
+    tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (x, to_y))
+    to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if wanted[2] else None
+    to_gates, to_neurons, keys = gate_backward(to_y, decoder.to(kind), neurons, gated, cos, sin, scale)
+    to_gates = to_gates.flatten(1, 2)
+    normed, deviation = norm_with_deviation(attended)
+    to_encoder_v = torch.bmm(normed.to(kind).flatten(1, 2).mT, to_gates) if wanted[1] else None
+    to_normed = torch.bmm(to_gates, encoder_v.to(kind).mT).view_as(attended)
+    del to_gates
+
+    to_attended = through_norm(to_normed, normed, deviation).to(kind)
+    to_values = scores.mT @ to_attended
+    to_scores = (to_attended @ x.mT).tril(-1)
+    to_neurons = keys_backward(to_scores + to_scores.mT, keys, neurons, cos, sin, to_neurons).flatten(1, 2)
+    del keys
+    to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
+    to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(kind).mT).sum(0, dtype=torch.float32)
+    to_weights = zip((to_encoder, to_encoder_v, to_decoder), (encoder, encoder_v, decoder), strict=True)
+    return to_x.view_as(x), *(None if to_it is None else to_it.to(it.dtype) for to_it, it in to_weights)
 
 
 @custom_op("shoal::bdh_encode", mutates_args=())
@@ -185,9 +209,9 @@ def _(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: 
 
 @custom_op("shoal::bdh_gate_backward", mutates_args=())
 def gate_backward(
-    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, dropout: float
+    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of gates, that of neurons through the gating alone, and keys."""
+    """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's."""
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
@@ -201,7 +225,7 @@ def gate_backward(
         *(_described(tensor, block) for tensor in (neurons, gated)),
         *(_described(table, (tile.rows, tile.columns // 2)) for table in (cos, sin)),
         *outputs,
-        1 / (1 - dropout),
+        scale,
         batch,
         time,
         width,
@@ -214,7 +238,7 @@ def gate_backward(
 
 @gate_backward.register_fake
 def _(
-    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, dropout: float
+    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(neurons), torch.empty_like(neurons), torch.empty_like(neurons)
 
@@ -230,6 +254,13 @@ def keys_backward(
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
+    import os
+    if os.environ.get("KEYSB") == "cublas":
+        to_keys = to_scores @ keys
+        tile = (1, 64, 64)
+        a, b, c, r = (t.flatten(0, 1) for t in (to_keys, to_neurons, neurons, to_keys))
+        triton_kernels.finish[(-(-time // 64), width // 64, heads * batch)](*(_described(t, tile) for t in (a, b, c)), *(_described(t, (64, 32)) for t in (cos, sin)), _described(r, tile), ROWS=64, COLUMNS=64, num_warps=4)
+        return to_keys
     result = torch.empty_like(neurons)
     tile = _fitted(KEYS_BACKWARD, width)
     block = (1, tile.rows, tile.columns)

@@ -200,3 +200,14 @@ def keys_backward(
     active = tl.reshape(neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
     total = tl.where(active > 0.0, total, 0.0).to(tl.bfloat16)
     result.store([sequence, row, column], tl.reshape(total, (1, ROWS, COLUMNS)))
+
+
+@triton.jit
+def finish(to_keys, to_neurons, neurons, cos, sin, result, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, sequence = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
+    total = tl.reshape(to_keys.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
+    total = _rotated(total, cos.load([row, column // 2]), -sin.load([row, column // 2]), 1, ROWS, COLUMNS)
+    total += tl.reshape(to_neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
+    active = tl.reshape(neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
+    total = tl.where(active > 0.0, total, 0.0).to(tl.bfloat16)
+    result.store([sequence, row, column], tl.reshape(total, (1, ROWS, COLUMNS)))
