@@ -1,6 +1,6 @@
 """Compares two DDP processes with one process, and with two that exchange nothing, on the cores of this machine.
 
-    python benchmarks/ddp_scaling.py [--steps 20] [--rounds 5]
+    python benchmarks/ddp_scaling.py [--steps 60] [--rounds 5]
 
 Every process is pinned to a core of its own and computes with one thread. All train the same chain of layers on as many
 rows per process; the DDP processes sum their gradients in every step, in buckets that are sent during the backward. The
@@ -100,7 +100,7 @@ def measure(kind: str, cores: list[int], steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
