@@ -20,6 +20,10 @@ from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of the module `random`."""
+_seed_python = super(random.Random, _PYTHON).seed
+_seed_numpy = np.random.random_sample.__self__.seed  # type: ignore[attr-defined]
 
 
 def mix(*parts: int | str) -> int:
@@ -47,19 +51,28 @@ def _fold(state: int, parts: Sequence[int | str]) -> int:
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seeds the global generators of Python, of NumPy, and of torch for the CPU and this device, by a seed of 63 bits.
 
-    Not by `torch.manual_seed`: that also remembers the seed for every kind of device that was never used, each with a
-    traceback, which takes longer than many a step.
+    It runs in every micro-batch, so it calls what the usual functions call in the end. `torch.manual_seed` also
+    remembers the seed for every kind of device that was never used, each with a traceback, which takes longer than many
+    a step; between two steps, when no cache has its code, `np.random.seed` takes twice as long as the method.
     """
-    random.seed(seed)
-    np.random.seed(seed >> 31)  # torch uses the lower 32 bits for the same algorithm, and would draw the same numbers
+    _seed_python(seed)
+    _PYTHON.gauss_next = None  # the second number of a pair that `random.gauss` drew
+    number = seed >> 31  # torch uses the lower 32 bits for the same algorithm, and would draw the same numbers
+    try:
+        _seed_numpy(number)
+    except TypeError:  # the user has set a bit generator of another kind
+        np.random.seed(number)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
+_NUMBER = torch.empty((), dtype=torch.float64, device="cpu")  # to draw into it takes half the time of `torch.rand`
+
+
 def draw_from_all() -> tuple[float, float, float]:
     """Returns one number from each of the generators that `seed_generators` seeds."""
-    return random.random(), np.random.random_sample(), torch.rand((), dtype=torch.float64, device="cpu").item()
+    return random.random(), np.random.random_sample(), _NUMBER.uniform_().item()
 
 
 class HostStates:

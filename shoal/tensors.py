@@ -118,6 +118,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Returns whether the host can read the numbers of a tensor without waiting for a device.
+
+    A tensor of a subclass may be a fake one, which has no numbers.
+    """
+    return tensor.is_cpu and type(tensor) is Tensor
+
+
 def fingerprint(tensor: Tensor) -> Tensor:
     """Returns the sum of a tensor's bits, read as integers, in one pass over its memory.
 

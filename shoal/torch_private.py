@@ -148,7 +148,8 @@ def shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Returns whether `step` divides gradients by the tensor `grad_scale`, and does nothing if `found_inf` is 1.
+    """Returns whether `step` divides gradients by the tensor `grad_scale`, and does nothing if `found_inf` is 1; either
+    may be None.
 
     torch's GradScaler asks for the same attribute. Fused optimizers have it, and so may a user's own.
     """

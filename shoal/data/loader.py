@@ -63,9 +63,9 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
     def __iter__(self) -> Iterator[_Item | UserError]:
         info = get_worker_info()
         items = self._items(info.id, info.num_workers) if info else self._items(0, 1)
-        if info or not self.keep_generators:
-            yield from items
-            return
+        return items if info or not self.keep_generators else self._keep_generators(items)
+
+    def _keep_generators(self, items: Iterator[_Item | UserError]) -> Iterator[_Item | UserError]:
         while True:
             with GeneratorsKept():
                 item = next(items, None)

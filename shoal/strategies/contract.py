@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +39,7 @@ from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
 from shoal.strategies.own_time import OwnTime
 from shoal.strategies.update import Update, check_separate
-from shoal.tensors import map_tensors
+from shoal.tensors import is_on_host, map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
@@ -271,7 +272,7 @@ class DistributedStrategy(ABC):
         is_alone, self._step = self.layout.local_sgd is not None, step
         count = own_count if is_alone else self.sum_over_data(own_count)
         per_count = _per_count(count, self._loss_scale)
-        scales = [per_count * micro.weight for micro in micro_batches]
+        scales = [per_count if micro.weight == 1 else per_count * micro.weight for micro in micro_batches]
         measures = Measures(recipe, micro_batches, counts)
         if trained is not None and isinstance(self._executor, InTurn):
             self._executor.warm_up(batches[0], recipe, measures, step)
@@ -494,11 +495,21 @@ class DistributedStrategy(ABC):
 def _per_count(count: Tensor, loss_scale: LossScale | None) -> Tensor:
     """Returns what a summed loss is multiplied by: 1 / count, and 0 if the count is 0.
 
-    It is NaN for a negative count, so that the update is skipped and the skip is counted. All of it is computed on the
-    device, so that the host does not wait for the count.
+    It is NaN for a negative count, so that the update is skipped and the skip is counted. It is computed on the device,
+    so that the host does not wait for the count; one that is on the host takes one operation instead of four.
     """
-    scale = count.reciprocal() if loss_scale is None else count.reciprocal() * loss_scale.scale
-    return torch.where(count > 0, scale, count.sqrt())  # the root is 0 for 0, and else NaN
+    if is_on_host(count):
+        number = count.item()
+        inverse = 1 / number if number > 0 else nan if number else 0.0
+        dtype = count.dtype if count.is_floating_point() else torch.get_default_dtype()
+        scale = torch.full_like(count, inverse, dtype=dtype)
+    else:
+        scale = _inverse_on_device(count)
+    return scale if loss_scale is None else scale * loss_scale.scale
+
+
+def _inverse_on_device(count: Tensor) -> Tensor:
+    return torch.where(count > 0, count.reciprocal(), count.sqrt())  # the root is 0 for 0, and else NaN
 
 
 def prepare_batch(micro: MicroBatch, recipe: Objective, seed: int, device: torch.device) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.parallel.batch_norm import SyncedBatchNorms
 from shoal.parallel.pipeline.pipeline import Pipeline
-from shoal.seeding import mix, seed_generators
+from shoal.seeding import mix_after, seed_generators
 from shoal.strategies.engines.plain import NOTHING, PlainEngine
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
@@ -36,7 +36,7 @@ class Surroundings:
     ):
         """Ranks with the same `rng_key` draw the same random numbers (dropout masks, noise)."""
         self.device, self.precision, self.head = device, precision, head
-        self._seed, self._rng_key, self._batch_norms = seed, rng_key, batch_norms
+        self._seed_of, self._rng_key, self._batch_norms = mix_after(seed), rng_key, batch_norms
 
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
@@ -45,7 +45,7 @@ class Surroundings:
 
         `place` is such as (step, micro-batch); `scale` is what the loss will be multiplied by in the backward.
         """
-        seed_generators(mix(self._seed, *place, *self._rng_key), self.device)
+        seed_generators(self._seed_of(*place, *self._rng_key), self.device)
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)

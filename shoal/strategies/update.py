@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from shoal.parallel.sharding.shards import (
 )
 from shoal.processes.group import cpu_group
 from shoal.strategies.state import note_initial_state, sharded_parameter
+from shoal.tensors import is_on_host
 from shoal.torch_private import foreach_norm, skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
@@ -65,8 +67,8 @@ class Update:
         norm = self.norm(gradients).float()  # fused optimizers take no other type for what is made of it
         if loss_scale:
             norm = norm / loss_scale.scale
-        skipped = (norm - norm).ne_(0)  # 1 where the norm is infinite or NaN, whose difference to itself is NaN
-        divisor = ((norm + CLIPPING_EPSILON) / max_norm).clamp_(min=1) if max_norm else None
+        number = norm.item() if is_on_host(norm) else None
+        skipped, divisor = _judge_on_device(norm, max_norm) if number is None else _judge(norm, number, max_norm)
         if loss_scale:
             divisor = loss_scale.scale * (1 if divisor is None else divisor)
         if max_value:
@@ -76,7 +78,9 @@ class Update:
         self._stepping = True
         try:
             if skips_on_device(optimizer):
-                optimizer.found_inf, optimizer.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+                # Without `found_inf` torch need not take back that it has counted the step.
+                optimizer.found_inf = None if number is not None and isfinite(number) else skipped  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisor  # type: ignore[attr-defined]
                 optimizer.step()
             elif not skipped:
                 if divisor is not None:
@@ -210,6 +214,21 @@ class ShardedUpdate(Update):
 
     def zero_grad(self) -> None:
         drop_gradients(self._parameters())
+
+
+def _judge_on_device(norm: Tensor, max_norm: float | None) -> tuple[Tensor, Tensor | None]:
+    """Returns 1 if the norm is infinite or NaN, else 0, and what gradients are divided by so that they are clipped."""
+    skipped = (norm - norm).ne_(0)  # the difference of infinity or NaN to itself is NaN
+    return skipped, ((norm + CLIPPING_EPSILON) / max_norm).clamp_(min=1) if max_norm else None
+
+
+def _judge(norm: Tensor, number: float, max_norm: float | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the same as `_judge_on_device` for a norm whose number the host has.
+
+    Computing with Python's numbers takes a third of the time of operations on tensors with one number each.
+    """
+    divisor = (number + CLIPPING_EPSILON) / max_norm if max_norm else 1.0
+    return norm.new_full((), not isfinite(number)), norm.new_full((), divisor) if divisor > 1 else None
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

@@ -150,6 +150,7 @@ class Shell:
         Whoever iterates computes the step, and puts its results into `taken`.
         """
         training, saving = self.config.training, self.config.checkpoint
+        eval_epochs, save_epochs = training.eval_epochs, saving.every_epochs
         log_every, eval_every, save_every, keep_every, compare_every, collect_every = (
             interval or _NEVER  # not a method that is asked six times a step
             for interval in (
@@ -184,12 +185,12 @@ class Shell:
                     if handle.requested_return is not None:
                         self.goes_back = self._go_back(handle.requested_return)
                         return
-                if self.step % eval_every == 0 or self.ends_epoch(training.eval_epochs):
+                if self.step % eval_every == 0 or (eval_epochs and self.ends_epoch(eval_epochs)):
                     self.evaluate(body)
                     agreeing = None if hooks.has_any else agreeing
                 ends = self.agree_to_stop(agreeing) or handle.stop_reason is not None or self.step == self.total_steps
                 is_due = self._save_soon or self.step % save_every == 0 or self.step % keep_every == 0
-                is_due = is_due or self.ends_epoch(saving.every_epochs)
+                is_due = is_due or bool(save_epochs and self.ends_epoch(save_epochs))
                 if is_due and not ends:
                     self.save()  # the last step is saved by `finish`, when it is evaluated too
                 if self.step % compare_every == 0:

@@ -59,6 +59,8 @@ def read_steps(strategy: DistributedStrategy, steps: Sequence[tuple[StepOutput, 
 def to_host(steps: Sequence[Mapping[str, Any]]) -> list[Sums]:
     """Waits for the sums and counts of this rank's steps; torchmetrics objects are left out."""
     numbers = [number for step in steps for value in step.values() if isinstance(value, tuple) for number in value]
+    if not numbers:
+        return [{}] * len(steps)
     places: dict[Any, list[int]] = {}
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserError
 from shoal.strategies import DistributedStrategy, Loop
-from shoal.strategies.update import Update
+from shoal.strategies.contract import _inverse_on_device, _per_count
+from shoal.strategies.update import Update, _judge, _judge_on_device
 from shoal.tensors import local_part
 from shoal.types import Weights
 
@@ -281,3 +283,24 @@ def test_gradients_are_clipped_as_by_clip_grad_norm(length: float) -> None:
     nn.utils.clip_grad_norm_([theirs], length / 2)
     torch.optim.SGD([theirs], lr=1.0).step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+@pytest.mark.parametrize("number", [0.0, 1e-9, 0.3, 0.7, 5.0, 1e30, math.inf, math.nan])
+def test_the_host_judges_a_norm_as_a_device_does(number: float, max_norm: float | None) -> None:
+    """A norm on the CPU is judged by Python's numbers, and one on a GPU by operations there."""
+    norm = torch.tensor(number)
+    skipped, divisor = _judge(norm, norm.item(), max_norm)
+    skipped_on_device, divisor_on_device = _judge_on_device(norm, max_norm)
+    assert (skipped.item(), skipped.dtype) == (skipped_on_device.item(), skipped_on_device.dtype)
+    assert skipped.item() == (not math.isfinite(number))
+    if math.isfinite(number):
+        expected = 1.0 if divisor_on_device is None else divisor_on_device.item()
+        assert (1.0 if divisor is None else divisor.item()) == pytest.approx(expected, rel=2e-7)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1000, -2, 0.0, 0.5, 7.25, -0.5, math.inf, math.nan])
+def test_the_host_inverts_a_count_as_a_device_does(count: float) -> None:
+    for dtype in (torch.float32, torch.float64) if isinstance(count, float) else (torch.int64, torch.int32):
+        tensor = torch.tensor(count, dtype=dtype)
+        torch.testing.assert_close(_per_count(tensor, None), _inverse_on_device(tensor), rtol=0, atol=0, equal_nan=True)

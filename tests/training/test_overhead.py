@@ -20,7 +20,7 @@ from shoal.training.trainer import RecipeBody
 HOME = str(Path(shoal.__file__).parent)
 FIRST, LAST = 10, 30  # between the ends of these two steps: no start-up, no line of the log, no checkpoint
 
-OWN_CALLS = 86  # fewer since Python 3.12, where a comprehension is no call
+OWN_CALLS = 85  # fewer since Python 3.12, where a comprehension is no call
 CALLBACK_CALLS = 30
 ALL_CALLS = 300  # most of them are in torch's optimizer; other versions of torch differ by some
 
