@@ -102,8 +102,9 @@ class TrainingConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """The device to train on. `auto` takes a GPU if there is one."""
     mixed_precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "fp8"] = "fp32"
-    """The type of the computation; the optimizer's weights and state stay fp32. `bf16` and `fp16`: matrix products, by
-    autocast. `pure_bf16`: everything. `fp8`: the products of large linear layers, other products in bf16."""
+    """The type of the computation; weights and optimizer state have that of `weights_dtype`. `bf16` and `fp16`: matrix
+    products, by autocast. `pure_bf16`: everything. `fp8`: the products of large linear layers, other products in bf16.
+    """
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     """The type of weights, gradients and optimizer state. `fp32`: the type that the model has, usually fp32. `bf16`: 8
     bytes a parameter instead of 16, with [stochastic rounding](choosing.md#weights-in-bf16) of weights and state; for

@@ -121,7 +121,8 @@ class Report:
 
     def _check_compiled(self, compiled: CompiledModules) -> None:
         before, now = self._compiled_before, compile_counts()
-        self._compiled = CompileCounts(now.graphs - before.graphs, now.breaks - before.breaks, now.reason)
+        of_update = getattr(self.shell.session.optimizer, "num_graphs", 0)
+        self._compiled = CompileCounts(now.graphs - before.graphs - of_update, now.breaks - before.breaks, now.reason)
         if not self._compiled.graphs or compiled.eager_calls:
             why = f": {now.reason}" if self._compiled.breaks else ""
             recomputed = " Recomputed modules are compiled as a whole or not at all." if compiled.eager_calls else ""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.seeding import mix
 from shoal.tensors import local_slices
-from shoal.torch_private import declare_skips_on_device, foreach_add_, is_fake
+from shoal.torch_private import compile_counts, declare_skips_on_device, foreach_add_, is_fake
 
 _WIDTH = 1024
 """The row length of contiguous parts. A constant, so that the compiled kernel knows that it can read many elements at
@@ -89,6 +89,8 @@ class RoundedAdamW(Optimizer):
     """1 if the update is to be skipped, else 0."""
     grad_scale: Tensor | None = None
     """What gradients are divided by."""
+    num_graphs = 0
+    """How many graphs torch.compile has captured for the update, so that the report can tell them from the model's."""
 
     def __init__(
         self,
@@ -112,10 +114,12 @@ class RoundedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        before = compile_counts().graphs
         for number, group in enumerate(self.param_groups):
             parameters = {index: p for index, p in enumerate(group["params"]) if p.grad is not None}
             if parameters:
                 self._step_group(number, group, parameters)
+        self.num_graphs += compile_counts().graphs - before
 
     def _step_group(self, number: int, group: dict[str, Any], parameters: Mapping[int, Tensor]) -> None:
         states = [self._state_of(parameter) for parameter in parameters.values()]

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shoal.errors import UserError, one_line
 from shoal.seeding import mix, seed_generators
 from shoal.tensors import replace_parameters
+from shoal.torch_private import BATCH_NORM
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
 from shoal.weights.from_files import check_files, parameters_to_draw, read_files
@@ -109,8 +110,14 @@ def materialise(
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives all fp32 parameters another dtype, on meta or in memory. Buffers keep theirs, such as running statistics.
 
-    Refuses a model that trains parameters of a third dtype.
+    Refuses a model that trains parameters of a third dtype, or has a BatchNorm, which needs one dtype for both.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORM) and module.affine and module.running_mean is not None:
+            raise UserError(
+                f"training.weights_dtype = bf16: {name} is a {type(module).__name__}, whose running statistics are "
+                "fp32, and torch takes no weights of another dtype; use weights_dtype: fp32"
+            )
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)

@@ -271,6 +271,9 @@ def test_other_optimizers_and_dtypes_are_refused(toy: ToyRun, change_recipe: Cal
     change_recipe("nn.Linear(hidden, 1)", "nn.Linear(hidden, 1, dtype=torch.float64)")
     with pytest.raises(UserError, match=r"parameter 3\.weight is float64, and only float32 is cast"):
         toy.train(*BF16)
+    change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
+    with pytest.raises(UserError, match="1 is a BatchNorm1d, whose running statistics are fp32"):
+        toy.train(*BF16)
 
 
 def test_layouts_are_proved_and_another_rounding_is_found(pool2: Pool) -> None:
