@@ -17,7 +17,7 @@ from verify.runs import bdh, failed, llama, ragged, runner_on
 
 from shoal.checkpoint import open_checkpoint
 from shoal.config import check_run, load_run
-from shoal.config.layout import layout_of
+from shoal.config.layout import check_layout, layout_of
 from shoal.config.schema import TrainingConfig
 from shoal.errors import UserError
 from shoal.strategies import from_config
@@ -274,6 +274,15 @@ def test_other_optimizers_and_dtypes_are_refused(toy: ToyRun, change_recipe: Cal
     change_recipe("nn.Tanh()", "nn.BatchNorm1d(hidden)")
     with pytest.raises(UserError, match="1 is a BatchNorm1d, whose running statistics are fp32"):
         toy.train(*BF16)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    tree = llama(tmp_path, mixed_precision="bf16", weights_dtype="bf16").tree() | {
+        "lora": {"target_modules": ["q_proj"]}
+    }
+    run = check_run(tree)
+    with pytest.raises(UserError, match=r"lora: trains few; leave it out, and set model\.dtype: bf16"):
+        check_layout(run.config, run.make_recipe(), 1, 1)
 
 
 def test_layouts_are_proved_and_another_rounding_is_found(pool2: Pool) -> None:
