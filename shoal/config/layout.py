@@ -73,6 +73,8 @@ class Layout:
     """How replicas exchange weights instead of gradients, if they do."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """Whether modules that have a fused path use it; `auto` means on CUDA devices."""
+    weights_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The type of weights, gradients and optimizer state; with fp32, float64 parameters stay float64."""
 
     @property
     def world_size(self) -> int:
@@ -81,7 +83,8 @@ class Layout:
     @property
     def param_dtype(self) -> str:
         """The type in which fully_shard gathers parameters."""
-        return self.fsdp.param_dtype or ("bf16" if self.precision == "pure_bf16" else "fp32")
+        in_bf16 = self.precision == "pure_bf16" or self.weights_dtype == "bf16"
+        return self.fsdp.param_dtype or ("bf16" if in_bf16 else "fp32")
 
     @property
     def is_sharded_family(self) -> bool:
@@ -136,11 +139,13 @@ def layout_of(
         distributed.compression,
         distributed.local_sgd,
         training.kernels,
+        training.weights_dtype,
     )
     for contradictory, message in (
         *_contradictions(layout),
         *_optimizer_contradictions(training, layout),
         *_exchange_contradictions(layout),
+        *_weights_contradictions(layout),
     ):
         if contradictory:
             raise UserError(message)
@@ -192,6 +197,11 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
         )
     if layout.precision == "fp8" and getattr(recipe.config, "lora", None) is not None:
         raise UserError("training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16")
+    if layout.weights_dtype == "bf16" and getattr(recipe.config, "lora", None) is not None:
+        raise UserError(
+            "training.weights_dtype = bf16 is for training all weights, and lora: trains few; leave it out, and set "
+            "model.dtype: bf16 for the frozen weights"
+        )
     if layout.compile and getattr(getattr(recipe.config, "lora", None), "target_parameters", None):
         raise UserError(
             "training.compile = true: compiled blocks would keep every parameter of lora.target_parameters twice until "
@@ -364,6 +374,26 @@ def _exchange_contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
         (
             local_sgd is not None and several and layout.precision == "fp16",
             f"{local}: every rank would have a loss scale of its own; use training.mixed_precision: bf16",
+        ),
+    )
+
+
+def _weights_contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
+    """Returns pairs (condition, message) about layouts that cannot train weights in bf16."""
+    is_bf16, where = layout.weights_dtype == "bf16", "training.weights_dtype = bf16"
+    return (
+        (
+            is_bf16 and layout.strategy == "deepspeed",
+            f"{where} is not for strategy deepspeed, which keeps fp32 weights; use ddp or fsdp",
+        ),
+        (
+            is_bf16 and layout.is_sharded_family and layout.fsdp.param_dtype == "fp32",
+            f"{where}, but distributed.fsdp.param_dtype = fp32 would gather them in fp32; leave that out",
+        ),
+        (
+            is_bf16 and layout.world_size > 1 and bool(_exchange_key(layout)),
+            f"{where} is not for {_exchange_key(layout)}, which adds small differences to weights or gradients without "
+            "stochastic rounding; leave one of them out",
         ),
     )
 

@@ -102,8 +102,13 @@ class TrainingConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """The device to train on. `auto` takes a GPU if there is one."""
     mixed_precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "fp8"] = "fp32"
-    """The type of the computation; the optimizer's weights and state stay fp32. `bf16` and `fp16`: matrix products, by
-    autocast. `pure_bf16`: everything. `fp8`: the products of large linear layers, other products in bf16."""
+    """The type of the computation; weights and optimizer state have that of `weights_dtype`. `bf16` and `fp16`: matrix
+    products, by autocast. `pure_bf16`: everything. `fp8`: the products of large linear layers, other products in bf16.
+    """
+    weights_dtype: Literal["fp32", "bf16"] = "fp32"
+    """The type of weights, gradients and optimizer state. `fp32`: the type that the model has, usually fp32. `bf16`: 8
+    bytes a parameter instead of 16, with [stochastic rounding](choosing.md#weights-in-bf16) of weights and state; for
+    `adamw` with `mixed_precision: bf16` or `fp8`."""
     tf32: bool = False
     """Compute fp32 matrix products in TF32 on CUDA devices: faster, less exact."""
     compile: bool = False
@@ -201,6 +206,16 @@ class TrainingConfig(Section):
                 isinstance(self.lr_scheduler, Plateau) and not (self.eval_steps or self.eval_epochs),
                 "lr_scheduler = plateau follows the evaluations of a run, but there are none; set eval_steps or "
                 "eval_epochs",
+            ),
+            (
+                self.weights_dtype == "bf16" and self.optimizer.name != "adamw",
+                f"weights_dtype = bf16 needs an optimizer that rounds stochastically, and optimizer = "
+                f"{self.optimizer.name} does not; use adamw, or weights_dtype: fp32",
+            ),
+            (
+                self.weights_dtype == "bf16" and self.mixed_precision not in ("bf16", "fp8"),
+                f"weights_dtype = bf16 computes in bf16, but mixed_precision = {self.mixed_precision}; set "
+                "mixed_precision to bf16 or fp8",
             ),
             (
                 self.optimizer.name == "rprop" and (self.lr_scheduler.name != "constant"),

@@ -16,7 +16,7 @@ from shoal.parallel.compression.payoff import Comparison, compare_methods
 from shoal.parallel.compression.wire import all_reduce_bytes
 from shoal.tensors import logical_numel
 from shoal.training.optimizers import freeze_ungrouped
-from shoal.weights.materialise import build
+from shoal.weights.materialise import build, cast_weights
 
 SLOW_EXCHANGE_SECONDS = 0.5
 """An exchange that takes longer than this in every step is reported."""
@@ -50,11 +50,15 @@ def size_model(run: Run) -> ModelSize:
     stored = (
         [*model.parameters(), *model.buffers()] if weights.kind != "files" else trained
     )  # frozen ones stay in files
+    itemsize = 4
+    if run.config.training.weights_dtype == "bf16":
+        itemsize = 2
+        cast_weights(model, torch.bfloat16)
     slots = _optimizer_slots(run) * sum(logical_numel(parameter) for parameter in trained)
     return ModelSize(
         tuple(tuple(parameter.shape) for parameter in trained),
         sum(logical_numel(parameter) for parameter in model.parameters()),
-        sum(tensor.numel() * tensor.element_size() for tensor in stored) + 4 * slots,
+        sum(tensor.numel() * tensor.element_size() for tensor in stored) + itemsize * slots,
     )
 
 

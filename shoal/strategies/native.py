@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +45,7 @@ from shoal.transform.float8 import apply_float8
 from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
 from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
-from shoal.weights.materialise import materialise, move_buffers
+from shoal.weights.materialise import cast_weights, materialise, move_buffers
 from shoal.weights.parameter_extras import (
     ParameterAttributes,
     check_alike_on_ranks,
@@ -100,6 +101,8 @@ class NativeStrategy(DistributedStrategy):
         self.engaged = engaged = Engaged(not_in_force=dict(layout.not_in_force))
         roots, entry = [model], plan.entry
         # Structure, on the meta device. Refusals look at the whole model, so that all ranks give the same answer.
+        if layout.weights_dtype == "bf16":
+            cast_weights(model, torch.bfloat16)
         check_storable(model)
         check_world_sizes(model, sides["tp"])
         attributes = ParameterAttributes(model)
@@ -143,7 +146,9 @@ class NativeStrategy(DistributedStrategy):
         # Memory, from here on.
         with memory or nullcontext():
             offload = engine.parameter_device if engine.parameter_device != self.device else None
-            materialise(model, self.device, self._seed, weights, offload)
+            # Weights in bf16 are those of fp32, rounded once.
+            drawn_as = {torch.bfloat16: torch.float32} if layout.weights_dtype == "bf16" else {}
+            materialise(model, self.device, self._seed, weights, offload, drawn_as)
             attributes.restore(model)
             if layout.is_sharded_family and layout.fsdp.buffer_dtype:
                 move_buffers(model, self.device, DTYPES[layout.fsdp.buffer_dtype])
@@ -202,6 +207,11 @@ class NativeStrategy(DistributedStrategy):
         engine = self._engine
         engine.reshard()  # after a forward without a backward the model has gathered parameters
         check_optimizer(optimizer, model)
+        if self.layout.weights_dtype == "bf16" and not getattr(optimizer, "rounds_stochastically", False):
+            raise UserError(
+                f"training.weights_dtype = bf16: {type(optimizer).__name__} rounds to the nearest number, which drops "
+                "small updates; let the config build its adamw, or use weights_dtype: fp32"
+            )
         if not self.layout.is_sharded_family:
             average_over = self._data_groups if engine.reduction == "none" else ()
             return Update(optimizer, self._loss_scale, engine.keeps_gradients, average_over)

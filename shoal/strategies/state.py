@@ -64,6 +64,7 @@ def _restore_slots(model: nn.Module, optimizer: Optimizer, state: TrainState) ->
         for parameter in group["params"]:
             whole = sharded_parameter(parameter)
             slots = state.optimizer.get(names[whole], {})
+            stored = state.model.get(names[whole])
             if slots or not getattr(optimizer, "has_initial_state", False):
                 optimizer.state.pop(parameter, None)  # one without state in the checkpoint has none afterwards
             for name, value in _slots_of_part(slots, whole, names[whole], optimizer).items():
@@ -73,10 +74,13 @@ def _restore_slots(model: nn.Module, optimizer: Optimizer, state: TrainState) ->
                 device = part.device if on_host else local_part(whole).device
                 # In the same order in memory as the optimizer's own, because fused kernels go through memory.
                 like = local_part(whole) if alike else torch.empty(part.shape)
+                # State in the dtype of the weights follows them, if they have had another one in the checkpoint.
+                follows = alike and stored is not None and part.dtype == stored.dtype
+                dtype = whole.dtype if follows else part.dtype
                 if alike and hasattr(optimizer, "get_state_buffer"):  # bitsandbytes' own, which may be paged
                     kept = optimizer.get_state_buffer(local_part(whole), dtype=part.dtype).copy_(part)
                 else:
-                    kept = torch.empty_like(like, dtype=part.dtype, device=device).copy_(part)
+                    kept = torch.empty_like(like, dtype=dtype, device=device).copy_(part)
                 sharded = alike and isinstance(parameter, DTensor)
                 slot, restored = slot_of(name, as_shard(kept, parameter) if sharded else kept)
                 optimizer.state[parameter][slot] = restored

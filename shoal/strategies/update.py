@@ -19,6 +19,8 @@ from shoal.parallel.sharding.shards import (
     drop_gradients,
     hold_shards,
     is_elementwise,
+    norm_of,
+    norms_of,
     split_over,
     take_gradients,
     total_norm,
@@ -26,7 +28,7 @@ from shoal.parallel.sharding.shards import (
 from shoal.processes.group import cpu_group
 from shoal.strategies.state import note_initial_state, sharded_parameter
 from shoal.tensors import is_on_host
-from shoal.torch_private import foreach_norm, skips_on_device
+from shoal.torch_private import skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
 
@@ -114,9 +116,9 @@ class Update:
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the whole gradient, equal on all ranks."""
         if not gradients or not self._is_on_one_device:
-            return get_total_norm(gradients)
+            return norm_of(gradients)
         # What get_total_norm computes, to the bit, with one Python call instead of thirty.
-        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients))).detach()
+        return torch.linalg.vector_norm(torch.stack(norms_of(gradients))).detach()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

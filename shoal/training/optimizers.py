@@ -1,8 +1,8 @@
 """The optimizer of a run: one by name, a class of the user's own, or what the recipe builds.
 
-Adam, AdamW and SGD are fused: one kernel updates all parameters, and can skip the update on the device. Lion and Muon
-skip on the device, too. torch has no fused kernels for complex parameters; a model that has some gets an optimizer that
-is not fused.
+Adam, AdamW and SGD are fused: one kernel updates all parameters, and can skip the update on the device. Lion, Muon and
+the AdamW of weights in bf16 skip on the device, too. torch has no fused kernels for complex parameters; a model that
+has some gets an optimizer that is not fused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shoal.torch_private import is_fake
 from shoal.training import bitsandbytes_optimizers
 from shoal.training.lion import Lion
 from shoal.training.muon import Muon, mark_matrices, matrices_in_blocks
+from shoal.training.rounded_adamw import RoundedAdamW
 
 CLASSES: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -63,7 +64,9 @@ def build_optimizer(training: TrainingConfig, groups: Groups) -> Optimizer:
         options = {
             key: tuple(v) if isinstance(v, list) else v for key, v in chosen.model_dump(exclude={"name"}).items()
         }
-        if chosen.name in FUSED:
+        if training.weights_dtype == "bf16":
+            kind = RoundedAdamW  # the config refuses other names than adamw
+        elif chosen.name in FUSED:
             options["fused"] = not has_complex
         elif has_complex and (chosen.name in ("lion", "muon") or chosen.name not in CLASSES):
             raise UserError(f"{where}: the model has complex parameters, which it does not take; use adamw or sgd")
@@ -163,7 +166,7 @@ def check_matrices(groups: Groups) -> None:
 def check_usable(optimizer: Optimizer) -> None:
     """Refuses an optimizer of the user's own that cannot step, or that a checkpoint cannot hold."""
     kind, parameters = type(optimizer), [p for group in optimizer.param_groups for p in group["params"]]
-    if kind in CLASSES.values() or any(is_fake(local_part(p)) for p in parameters):
+    if kind in (*CLASSES.values(), RoundedAdamW) or any(is_fake(local_part(p)) for p in parameters):
         return
     if problem := try_out(optimizer).problem:
         raise UserError(f"optimizer {kind.__module__}:{kind.__qualname__}: {problem}")

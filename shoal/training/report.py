@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import shoal
 from shoal.config.batch import accumulation
@@ -97,6 +98,11 @@ class Report:
                 f"training.optimizer = {name}, but bitsandbytes keeps its state in plain memory of the GPU; use "
                 f"{name.removeprefix('paged_')}, or adamw"
             )
+        if self.training.weights_dtype == "bf16" and (wrong := _not_bf16(session.model, session.optimizer)):
+            raise UserError(
+                f"training.weights_dtype = bf16, but {wrong} is not bf16 after the first step; look for code in the "
+                "model that casts it, or use weights_dtype: fp32"
+            )
         head = self.engaged.chunked_head
         if head is not None and not head.num_scored and not self.training.body:  # a body computes its loss itself
             raise UserError(
@@ -115,7 +121,8 @@ class Report:
 
     def _check_compiled(self, compiled: CompiledModules) -> None:
         before, now = self._compiled_before, compile_counts()
-        self._compiled = CompileCounts(now.graphs - before.graphs, now.breaks - before.breaks, now.reason)
+        of_update = getattr(self.shell.session.optimizer, "num_graphs", 0)
+        self._compiled = CompileCounts(now.graphs - before.graphs - of_update, now.breaks - before.breaks, now.reason)
         if not self._compiled.graphs or compiled.eager_calls:
             why = f": {now.reason}" if self._compiled.breaks else ""
             recomputed = " Recomputed modules are compiled as a whole or not at all." if compiled.eager_calls else ""
@@ -212,6 +219,9 @@ class Report:
             yield "objectives", in_turn, tuple(key for key in sources if key.startswith("training.objectives"))
         precision = training.mixed_precision + (", tf32 matmuls" if training.tf32 else "")
         yield "precision", precision, ("training.mixed_precision", "training.tf32")
+        if training.weights_dtype == "bf16":
+            states = "weights, gradients and both averages of AdamW in bf16, rounded stochastically"
+            yield "states", states, ("training.weights_dtype",)
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
         if names := engaged.fused_modules:
@@ -406,6 +416,18 @@ def say_clipping(max_norm: float | None, max_value: float | None = None) -> str:
     norm = f"clipped to {max_norm:g}" if max_norm else ""
     size = f"each element clipped to {max_value:g}" if max_value else ""
     return ", ".join(filter(None, (norm, size))) or "not clipped"
+
+
+def _not_bf16(model: nn.Module, optimizer: Optimizer) -> str:
+    """Returns the first trained parameter or tensor of the optimizer's state that is not bf16, or an empty text."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.bfloat16:
+            return f"the parameter {name}"
+    for slots in optimizer.state.values():
+        for slot, value in slots.items():
+            if slot != "step" and value.dtype != torch.bfloat16:
+                return f"the optimizer's {slot}"
+    return ""
 
 
 def _say_turn(turn: Turn) -> str:

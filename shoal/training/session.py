@@ -37,6 +37,7 @@ from shoal.training.optimizers import (
     name_of,
     small_groups,
 )
+from shoal.training.rounded_adamw import RoundedAdamW
 from shoal.types import ParallelPlan, TrainState, Weights
 from shoal.weights.materialise import build
 from shoal.weights.parameter_extras import check_trainable
@@ -146,6 +147,8 @@ def assemble(
             groups = select_groups(groups, model, parameters)
         optimizer = build_by_recipe(recipe, training, groups) if by_recipe else None
         optimizer = optimizer or build_optimizer(training, groups)
+        if isinstance(optimizer, RoundedAdamW):
+            optimizer.name_parameters(model.named_parameters(), seed)
         check_usable(optimizer)
         return optimizer
 

@@ -1,8 +1,9 @@
 """The precisions of a run: the type of the computation.
 
-Weights, gradients (while they accumulate, and while ranks sum them) and optimizer state are fp32 in every mode. Modes
-differ in the type of the computation, and in what casts to it: autocast for bf16 and fp16; fully_shard, when it gathers
-parameters, for pure_bf16; torchao in linear layers for fp8, and autocast to bf16 elsewhere.
+Weights, gradients (while they accumulate, and while ranks sum them) and optimizer state are fp32 in every mode, unless
+`training.weights_dtype` is bf16. Modes differ in the type of the computation, and in what casts to it: autocast for
+bf16 and fp16; fully_shard, when it gathers parameters, for pure_bf16; torchao in linear layers for fp8, and autocast to
+bf16 elsewhere.
 """
 
 from __future__ import annotations

@@ -62,6 +62,11 @@ are those of one device, so nothing is rounded more than fp32 rounds."""
 BF16_UPDATES = {"muon": 1e-2}
 """The bounds on the updates of optimizers that compute in bf16. torch's Muon makes matrices orthogonal in bf16, where
 the last bit of a gradient in fp32 may move its update by 1/256."""
+ROUNDED_OTHERWISE = 1e-3
+"""The fraction of elements that may be rounded in another way by an update of weights in bf16. With other random bits,
+half of them would be."""
+BF16_STEP = 2.0**-7
+"""The largest distance of two neighbours in bf16, relative to the larger one."""
 
 
 def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precision: str) -> list[Check]:
@@ -93,6 +98,7 @@ def compare(reference: Trace, ranks: list[Trace], expected: ExpectedWork, precis
         *_hook_tensors(reference, first, bounds),
         _equal_scalars("evaluation", reference.evaluation, [rank.evaluation for rank in ranks], bounds.gradient),
         *_updates(reference, ranks),
+        *_rounded_updates(reference, ranks),
         *_work(reference, ranks, expected),
         _collectives(reference, ranks, expected),
     ]
@@ -292,6 +298,37 @@ def _updates_of(optimizer: str, reference: Trace, ranks: list[Trace]) -> list[Ch
         }
         checks.append(_within(name, expected, got, allowed))
     return [replace(check, kind="exact") for check in (*checks, state)]
+
+
+def _rounded_updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
+    """Checks the update of weights in bf16 by itself, if the config asks for them.
+
+    All layouts round an element with the same random bits. So an element differs only if the last bit of fp32, in which
+    the norms of two layouts may differ, decides how it is rounded; then it differs by one step of bf16, of its size
+    before or after the update.
+    """
+    one, first = reference.rounded_updates, ranks[0].rounded_updates
+    if one is None or first is None:
+        return []
+    checks = []
+    for name, before, expected, got in (
+        ("update in bf16", reference.start, one.updated, first.updated),
+        ("resumed update in bf16", one.updated, one.resumed, first.resumed),
+        ("optimizer state in bf16", one.moments, one.moments, first.moments),
+    ):
+        if missing := expected.keys() ^ got.keys():
+            checks.append(Check(name, False, f"{min(missing)} is in only one of the two"))
+            continue
+        total = different = too_far = 0
+        for key in expected:
+            a, b, size = expected[key].double(), got[key].double(), before[key].double().abs()
+            total, different = total + a.numel(), different + int((a != b).sum())
+            too_far += int(((a - b).abs() > BF16_STEP * torch.maximum(a.abs(), size)).sum())
+        detail = f"{different} of {total} elements differ" + f", {too_far} by more than one step" * bool(too_far)
+        checks.append(Check(name, not too_far and different <= max(2, ROUNDED_OTHERWISE * total), detail))
+    skips = f"an update with an infinite gradient is {'' if first.skips_infinite else 'NOT '}skipped"
+    checks.append(Check("skipping in bf16", first.skips_infinite, skips))
+    return [replace(check, kind="exact") for check in checks]
 
 
 def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:

@@ -32,7 +32,7 @@ from shoal.verify.layouts import (
     reference_run,
     why_not,
 )
-from shoal.verify.trace import AVERAGES, Shared, Trace, trace
+from shoal.verify.trace import AVERAGES, Shared, Trace, trace, with_fp32_weights
 
 Runner = Callable[[Run, int, int, Shared | None, bool], list[Trace]]
 """(run, number of processes, steps, what one device computed, in float64) → the trace of each rank."""
@@ -138,7 +138,7 @@ def prove(
     verdicts = []
     for candidate in chosen:
         new_run = candidate_run(run, candidate, procs)
-        layout = layout_on(new_run, procs)
+        layout = layout_on(with_fp32_weights(new_run), procs)
         own_layout = own.description if own and own.name == candidate.name else None
         try:
             traces = runner(new_run, layout.world_size, steps, shared, False)

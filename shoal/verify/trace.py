@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -86,6 +86,8 @@ class Trace:
     adamw_weights: dict[str, Tensor] = field(default_factory=dict)
     updates: dict[str, Updates] = field(default_factory=dict)
     """Updates alone, with the gradients of one device, by the name of the optimizer; that of AdamW is empty."""
+    rounded_updates: Updates | None = None
+    """The same of AdamW with weights in bf16, if the config asks for them."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of all parameters, frozen ones too."""
     itemsizes: dict[str, int] = field(default_factory=dict)
@@ -127,15 +129,18 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
     """Trains `steps` steps with SGD and again with AdamW, if `adamw` is true, dropout off, and notes what happens.
 
     `shared` comes from the trace of one device; it is None if this is that trace. With `in_float64`, parameters,
-    buffers and batches are cast to float64.
+    buffers and batches are cast to float64. A config with weights in bf16 is traced with weights in fp32, because their
+    rounding would hide mistakes; then its update is noted by itself.
     """
-    tracer = _Tracer(run, in_float64)
+    tracer = _Tracer(with_fp32_weights(run), in_float64)
     with tracer.strategy:
         tracer.train_with_sgd(steps, shared)
         if adamw:
             tracer.train_with_adamw(steps)
             tracer.note_update("", shared)
             tracer.update_with_own_optimizer(shared)
+            if run.config.training.weights_dtype == "bf16" and not in_float64:
+                tracer.update_in_bf16(run, shared)
     if not tracer.strategy.is_main_process:
         _drop_tensors(tracer.trace)
     return tracer.trace
@@ -145,8 +150,9 @@ def _drop_tensors(trace: Trace) -> None:
     """Empties what is compared of the first rank alone, whose tensors are whole, so that it is not sent."""
     for name in ("start", "gradients", "later_gradients", "sgd_weights", "adamw_weights", "hook_tensors"):
         setattr(trace, name, {})
-    for updates in trace.updates.values():
-        updates.drop_tensors()
+    for updates in (*trace.updates.values(), trace.rounded_updates):
+        if updates is not None:
+            updates.drop_tensors()
 
 
 class _Tracer:
@@ -251,11 +257,21 @@ class _Tracer:
         self._prepare({}, by_recipe=True)
         self.note_update(self.session.optimizer_name, shared)
 
+    def update_in_bf16(self, run: Run, shared: Shared | None) -> None:
+        """Notes what an update alone does to weights in bf16, as the config has them."""
+        self.run, self.strategy = run, from_config(run.config, self.strategy.world)
+        self.strategy.setup()
+        self._prepare({"weight_decay": run.config.training.weight_decay or 0.1, "objectives": {}})
+        self.trace.rounded_updates = self._update_alone(shared)
+
     def note_update(self, name: str, shared: Shared | None) -> None:
         """Notes what an update alone does to the weights; `name` is that of the optimizer."""
+        self.trace.updates[name] = self._update_alone(shared)
+
+    def _update_alone(self, shared: Shared | None) -> Updates:
         shared = shared or self.trace.shared()
         self._set_learning_rates(UPDATE_LEARNING_RATE / self.run.config.training.learning_rate)
-        self.trace.updates[name] = update_alone(
+        return update_alone(
             self.session,
             self.trace.start,
             (shared.gradients, shared.later_gradients),
@@ -396,6 +412,12 @@ class _Tracer:
             self.strategy.check_sync({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         except Desync as desync:
             self.trace.desync = str(desync)
+
+
+def with_fp32_weights(run: Run) -> Run:
+    """Returns the run with weights and optimizer state in fp32."""
+    training = run.config.training.model_copy(update={"weights_dtype": "fp32"})
+    return replace(run, config=run.config.model_copy(update={"training": training}))
 
 
 def freeze_batch_statistics(model: nn.Module) -> list[str]:

@@ -5,8 +5,9 @@ The values depend on nothing else, so every layout starts from the same ones, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +24,19 @@ Reset = Callable[[nn.Module, nn.Module], None]
 
 
 @torch.no_grad()
-def draw(model: nn.Module, seed: int, reset: Reset | None, parameters: set[nn.Parameter]) -> None:
+def draw(
+    model: nn.Module,
+    seed: int,
+    reset: Reset | None,
+    parameters: set[nn.Parameter],
+    draw_dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+) -> None:
     """Draws these parameters module by module, children first, each module under a seed made from its name.
 
     They are drawn on the CPU, so that a GPU starts from the same values, and as whole tensors, so that every sharding
     does; then the shard is copied to its device. A module's own `reset_parameters()` may also change the parameters of
-    its children, so those stay whole until it has run.
+    its children, so those stay whole until it has run. `draw_dtypes` has the dtypes in which they are drawn, by the
+    dtypes that they have, where these differ.
     """
     modules_with_reset = [m for m in model.modules() if not reset and _reset_function(model, m, None)]
     reset_again_later = {child for module in modules_with_reset for child in module.modules() if child is not module}
@@ -37,7 +45,9 @@ def draw(model: nn.Module, seed: int, reset: Reset | None, parameters: set[nn.Pa
     for name, module in _children_first(model):
         to_draw = {key: p for key, p in module._parameters.items() if p is not None and p in parameters}
         undrawn = [p for p in to_draw.values() if p not in whole_tensors]
-        whole_tensors |= {p: parameter_like(p, torch.empty(p.shape, dtype=p.dtype)) for p in undrawn}
+        whole_tensors |= {
+            p: parameter_like(p, torch.empty(p.shape, dtype=draw_dtypes.get(p.dtype, p.dtype))) for p in undrawn
+        }
         replaced += [(module, key, p) for key, p in to_draw.items()]
         module._parameters.update({key: whole_tensors[p] for key, p in to_draw.items()})
         reset_module = _reset_function(model, module, reset)

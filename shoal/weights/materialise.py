@@ -6,9 +6,10 @@ because constructors compute tables in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shoal.errors import UserError, one_line
 from shoal.seeding import mix, seed_generators
 from shoal.tensors import replace_parameters
+from shoal.torch_private import BATCH_NORM
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
 from shoal.weights.from_files import check_files, parameters_to_draw, read_files
@@ -83,11 +85,13 @@ def materialise(
     seed: int,
     weights: Weights,
     parameter_device: torch.device | None = None,
+    draw_dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
 ) -> None:
     """Gives every meta parameter memory and its first value, and moves everything else to the device.
 
     A DTensor gets memory for its shard only. Weights by name are drawn whole, one module at a time, and sliced; of
     weights in files only the shard is read. Under offload, `parameter_device` is the device of the parameters.
+    `draw_dtypes` has the dtypes in which parameters are drawn, by the dtypes that they have, where these differ.
     """
     place, before = parameter_device or device, set(model.parameters())
     replace_parameters(model, lambda p: parameter_like(p, torch.empty_like(p, device=place)) if p.is_meta else p)
@@ -97,10 +101,32 @@ def materialise(
         model.to(place)  # this also makes FSDP look up the new memory of its parameters
     move_buffers(model, device)
     if weights.kind == "files":
-        draw(model, seed, weights.reset, allocated & parameters_to_draw(model, weights))
+        draw(model, seed, weights.reset, allocated & parameters_to_draw(model, weights), draw_dtypes)
         read_files(model, weights)
     elif weights.kind != "empty":
-        draw(model, seed, weights.reset, allocated)
+        draw(model, seed, weights.reset, allocated, draw_dtypes)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives all fp32 parameters another dtype, on meta or in memory. Buffers keep theirs, such as running statistics.
+
+    Refuses a model that trains parameters of a third dtype, or has a BatchNorm, which needs one dtype for both.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORM) and module.affine and module.running_mean is not None:
+            raise UserError(
+                f"training.weights_dtype = bf16: {name} is a {type(module).__name__}, whose running statistics are "
+                "fp32, and torch takes no weights of another dtype; use weights_dtype: fp32"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+        elif parameter.requires_grad and parameter.dtype != dtype:
+            found = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(
+                f"training.weights_dtype = bf16: parameter {name} is {found}, and only float32 is cast; make it "
+                "float32, or use weights_dtype: fp32"
+            )
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -24,6 +24,7 @@ from shoal.models.bdh.model import Rotary, norm, rotate
 from shoal.models.bdh.triton_heads import TritonHeads, dropout_mask, why_not
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from shoal.torch_private import compile_counts
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import RecipeBody
@@ -106,6 +107,7 @@ LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
         pytest.param(llama, "bf16", ["zero_2", "zero_3"], LEAN, marks=needs_deepspeed),
         pytest.param(llama, "fp16", ["zero_3"], {}, marks=needs_deepspeed),
         (llama, "bf16", ["tp_sp"], {**LEAN, "compile": True}),
+        (llama, "bf16", ["ddp", "fsdp", "tp"], {"weights_dtype": "bf16"}),
     ],
 )
 def test_two_ranks_on_one_gpu_equal_one(
@@ -231,8 +233,19 @@ def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None]) -> None:
     note("Llama, fp8, compiled, 30 steps", f"loss 6.2 → {outcome.metrics['train/loss']:.3f}")
 
 
-def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, str], None]) -> None:
-    tree = bdh(tmp_path, deterministic=True, mixed_precision="bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_weights_in_bf16_train(tmp_path: Path, note: Callable[[str, str], None], precision: str) -> None:
+    before = compile_counts().graphs
+    outcome = train(check_run(llama(tmp_path, mixed_precision=precision, weights_dtype="bf16")))
+    assert outcome.metrics["train/loss"] < 4.0  # from 6.2
+    graphs = compile_counts().graphs - before
+    assert graphs <= 6  # the update is compiled for a few kinds of shapes, and not again in every step
+    note(f"Llama, {precision}, weights in bf16, 30 steps", f"loss 6.2 → {outcome.metrics['train/loss']:.3f}")
+
+
+@pytest.mark.parametrize("weights_dtype", ["fp32", "bf16"])
+def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, str], None], weights_dtype: str) -> None:
+    tree = bdh(tmp_path, deterministic=True, mixed_precision="bf16", weights_dtype=weights_dtype)
     train(check_run(tree))
     out = Path(tree["experiment"]["output_dir"])
     whole = json.loads((out / "checkpoints" / "step_00000030" / "manifest.json").read_text())["tensors"]
@@ -242,7 +255,8 @@ def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, s
     again = json.loads((out / "checkpoints" / "step_00000030" / "manifest.json").read_text())["tensors"]
     digests = [{name: about["pieces"][0]["sha256"] for name, about in part.items()} for part in (whole, again)]
     assert digests[0] == digests[1]
-    note("deterministic bf16, resumed at step 10 of 30", f"bit-equal in {len(digests[0])} tensors")
+    weights = ", weights in bf16" * (weights_dtype == "bf16")
+    note(f"deterministic bf16{weights}, resumed at step 10 of 30", f"bit-equal in {len(digests[0])} tensors")
 
 
 def test_no_step_waits_for_the_device(
@@ -277,7 +291,10 @@ def test_no_step_waits_for_the_device(
         folder.mkdir()
         train(check_run(llama(folder, **options)))
     train(check_run(llama(toy.folder, mixed_precision="pure_bf16") | {"distributed": {"strategy": "fsdp"}}))
-    kinds = "with metrics in fp32, bf16 and fp16; recomputed, chunked, fsdp on one process"
+    rounded = toy.folder / "rounded"
+    rounded.mkdir()
+    train(check_run(llama(rounded, mixed_precision="bf16", weights_dtype="bf16")))
+    kinds = "with metrics in fp32, bf16 and fp16; recomputed, chunked, fsdp on one process, weights in bf16"
     note(f"host synchronisations in a step, {kinds}", "none (torch.cuda.set_sync_debug_mode)")
 
 

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from shoal.parallel.sharding.trial import try_out
 from shoal.tensors import local_part, map_tensors
-from shoal.torch_private import StridedShard, is_fake
+from shoal.torch_private import StridedShard, foreach_norm, is_fake
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
 """torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
+_HALF = {torch.bfloat16, torch.float16}
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -74,6 +75,24 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         getattr(parameter, "shard_of", parameter).grad = None
 
 
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the norm of each tensor, in fp32 for those in half precision."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes.isdisjoint(_HALF):
+        return [*foreach_norm(tensors)]
+    if dtypes <= _HALF:
+        return [*foreach_norm(tensors, 2, torch.float32)]
+    return [torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None) for t in tensors]
+
+
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """Returns the norm of all elements of some tensors, in fp32 if they are in half precision."""
+    if not any(tensor.dtype in _HALF for tensor in tensors):
+        return get_total_norm(tensors)
+    device = tensors[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms_of(tensors)]))
+
+
 @torch.no_grad()
 def total_norm(gradients: Iterable[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]) -> Tensor:
     """Returns the norm of the whole gradient; each local part comes with the process groups that it is split over."""
@@ -82,7 +101,7 @@ def total_norm(gradients: Iterable[tuple[Tensor, tuple[dist.ProcessGroup, ...]]]
         by_groups.setdefault(groups, []).append(part)
     squares = []
     for groups, parts in by_groups.items():
-        square = get_total_norm(parts).square()
+        square = norm_of(parts).square()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
