@@ -80,14 +80,15 @@ def peer_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     device = tokens.device
     layers = sizes["num_hidden_layers"]
     with torch.device(device):  # one layer at a time, because the whole model may not fit
         model = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": 0})).to(torch.bfloat16)
         for index in range(layers):
-            block = type(LlamaForCausalLM(LlamaConfig(**SMALL)).model.layers[0])(LlamaConfig(**sizes), index)
-            block.to(torch.bfloat16)
+            # The config of a model names the kernel of its attention; that of a bare LlamaConfig is the slow one.
+            block = LlamaDecoderLayer(model.config, index).to(torch.bfloat16)
             for name, linear in [*block.named_modules()]:
                 if isinstance(linear, torch.nn.Linear):
                     block.set_submodule(name, quantised_by_bitsandbytes(bitsandbytes, linear, device))
@@ -99,12 +100,11 @@ def peer_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
     adapted = get_peft_model(model, LoraConfig(**LORA))
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, fused=True)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
 
     def step() -> Any:
         with torch.autocast(device.type, torch.bfloat16):
-            logits = adapted(input_ids=inputs, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss = adapted(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

@@ -89,14 +89,18 @@ class AdaptedLinear(LowRankLayer):
     """Sums a tensor over the ranks that share the inputs of this layer, if tensor parallelism splits them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x)
         first, second = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
         dropped = self.lora_dropout[ADAPTER](x)
         # Autocast casts by itself; to widen the input first would only cost time.
         inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
         update = second(first(inputs))
+        # The base comes last: a recomputation ends where the last tensor is kept for the backward, which is one of the
+        # adapter's, so it does not repeat the base's product in the last layer of a block.
+        result: Tensor = super().forward(x)
         if not self.lora_magnitude_vector:
-            return torch.add(result, update, alpha=self.scaling).to(result.dtype)
+            # Not torch.add with alpha: inductor (torch 2.11 to 2.13) makes an addmm of it, without the alpha, where
+            # inputs have two dimensions.
+            return (result + update * self.scaling).to(result.dtype)
         # DoRA: m / ‖W + scaling · BA‖ · (W + scaling · BA) x, and the bias. In what it adds to the base's output, PEFT
         # also drops inputs of the base.
         bias = getattr(self, "bias", None)
@@ -125,7 +129,7 @@ class AdaptedEmbedding(LowRankLayer):
         first, second = self.lora_embedding_A[ADAPTER], self.lora_embedding_B[ADAPTER]
         update = F.embedding(tokens, first.mT, getattr(self, "padding_idx", None)) @ second.mT
         scale = getattr(self, "embed_scale", 1.0)  # Gemma's embedding multiplies what it finds
-        return torch.add(result, update * scale, alpha=self.scaling).to(result.dtype)
+        return (result + update * (scale * self.scaling)).to(result.dtype)
 
 
 def add_to_linear(

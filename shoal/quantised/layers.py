@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
 from shoal.quantised.library import import_bitsandbytes
-from shoal.quantised.schemes import EightBit, Part, Scheme
+from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
 
 PARTS: tuple[Part, ...] = ("weight", "statistics")
 
@@ -63,7 +65,8 @@ class QuantisedLinear(nn.Module):
             if isinstance(self.scheme, EightBit):
                 output = self._multiply_8bit(input.to(compute), bias, self.scheme)
             else:
-                output = _Multiply.apply(input.to(compute), self.weight, self.statistics, bias, self.scheme, self.shape)
+                tensors = input.to(compute), self.weight, self.statistics, bias
+                output = _multiply_4bit(*tensors, self.scheme.quant_type, self.scheme.double, self.shape, False)
         return output.to(autocast or input.dtype)
 
     def _multiply_8bit(self, input: Tensor, bias: Tensor | None, scheme: EightBit) -> Tensor:
@@ -80,26 +83,51 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme.describe()}"
 
 
-class _Multiply(torch.autograd.Function):
-    """Multiplies with the dequantised matrix, which is made again in the backward instead of being kept."""
+# An operator, because torch.compile looks into a torch.autograd.Function: it would keep the matrix of the forward for
+# the backward, and (torch 2.11) all that a recomputed block computes inside of one.
+@torch.library.custom_op("shoal::multiply_4bit", mutates_args=())
+def _multiply_4bit(
+    input: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    quant_type: str,
+    double: bool,
+    shape: Sequence[int],
+    transposed: bool,
+) -> Tensor:
+    """Multiplies with the dequantised matrix, or with the transposed one, and adds the bias. Keeps no matrix."""
+    scheme = FourBit(cast(Any, quant_type), double)
+    matrix = scheme.dequantise(weight, statistics, (shape[0], shape[1]), input.dtype)
+    return F.linear(input, matrix.mT if transposed else matrix, bias)
 
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, statistics: Tensor, bias: Tensor | None, scheme: Scheme, shape: Any
-    ) -> Tensor:
-        ctx.save_for_backward(weight, statistics)
-        ctx.scheme, ctx.shape = scheme, shape
-        return F.linear(input, scheme.dequantise(weight, statistics, shape, input.dtype), bias)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight, statistics = ctx.saved_tensors
-        for_input = for_bias = None
-        if ctx.needs_input_grad[0]:
-            for_input = gradient @ ctx.scheme.dequantise(weight, statistics, ctx.shape, gradient.dtype)
-        if ctx.needs_input_grad[3]:
-            for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        return for_input, None, None, for_bias, None, None
+@_multiply_4bit.register_fake
+def _(input: Tensor, *args: Any) -> Tensor:
+    *_, shape, transposed = args
+    return input.new_empty((*input.shape[:-1], shape[1 if transposed else 0]))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # As attributes: a recomputation ends with the last tensor that is saved, so the last product is not repeated.
+    _, ctx.weight, ctx.statistics, _, *ctx.options, _ = inputs
+
+
+def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
+    for_input = for_bias = None
+    if ctx.needs_input_grad[0]:
+        for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, *ctx.options, True)
+    if ctx.needs_input_grad[3]:
+        for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+    return for_input, None, None, for_bias, None, None, None, None
+
+
+_multiply_4bit.register_autograd(_multiply_backward, setup_context=_keep_for_backward)
+
+
+@register_flop_formula(torch.ops.shoal.multiply_4bit)
+def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
+    return 2 * prod(input) * out_shape[-1]
 
 
 def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key: str) -> None:

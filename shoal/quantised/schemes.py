@@ -130,7 +130,7 @@ class FourBit:
         scales: Tensor = functional.dequantize_blockwise(
             data[end : end + blocks], absmax=nested_scales, code=values, blocksize=NESTED_BLOCK
         )
-        return scales + offset
+        return scales.add_(offset)
 
     def dequantise(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Returns the matrix that the tensors stand for, in a dtype."""

@@ -5,7 +5,7 @@ It is a layer around the block's forward, so names stay as they are and hooks on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
+from shoal.lora.layers import AdaptedLinear
 from shoal.seeding import GeneratorsKept, HostStates
 from shoal.tensors import module_state_kept
 from shoal.torch_private import BATCH_NORM
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEY = "training.activation_checkpointing"
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "shoal::multiply_4bit"}
 
 
 def apply_activation_checkpointing(
@@ -61,6 +62,21 @@ def apply_activation_checkpointing(
     return chosen
 
 
+def recompute_dropout_of_adapters(model: nn.Module, recomputed: Sequence[str]) -> None:
+    """Makes compiled blocks draw the dropout of adapters again in the backward, instead of keeping masks and outputs.
+
+    Each adapter drops other places of its input, and would keep a copy of what several of them share. Modules that are
+    `recomputed` as a whole draw again without this; they are left out because torch 2.11 keeps the masks of a
+    recomputation that is inside of another.
+    """
+    for name, module in model.named_modules():
+        inside = any(f"{name}.".startswith(f"{outer}.") for outer in recomputed)
+        if isinstance(module, AdaptedLinear) and not inside:
+            for dropout in module.lora_dropout.values():  # an Identity if nothing is dropped
+                if isinstance(dropout, nn.Dropout):
+                    add_layer(dropout, _recompute_if_compiled)
+
+
 def num_recomputed() -> int:
     """Returns how many modules this process recomputed, as proof that it engaged; compiled ones do not count."""
     return _Recomputing.times
@@ -74,6 +90,10 @@ def _recompute_all(
         return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
     contexts = partial(_watched, with_state_of)
     return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _recompute_if_compiled(forward: Callable[..., Any], *args: Any) -> Any:
+    return _recompute_all(forward, *args) if torch.compiler.is_compiling() else forward(*args)
 
 
 def _recompute_some(

@@ -17,7 +17,15 @@ from torch import Tensor
 from shoal.errors import UserError
 from shoal.torch_private import TorchDispatchMode
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled", "aten::convolution")
+_PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled",
+    "aten::convolution",
+    "shoal::mul",
+)
 
 
 HALF_TYPES = {
