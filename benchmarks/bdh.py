@@ -42,7 +42,7 @@ def main() -> None:
         print(json.dumps(measure(options.case, options)))
         return
     names = [name for name in CASES if name != "public" or options.public]
-    results = run_cases(names, options.cases)
+    results = run_cases(names, options)
     if options.write:
         size = f"{options.rows} × {options.length} tokens a step, {options.steps} steps after 3 for warm-up"
         head = f"Measured by `python benchmarks/bdh.py` on {machine()}: {size}. {ABOUT}"

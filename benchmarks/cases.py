@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import date
@@ -15,6 +16,8 @@ from typing import Any
 Results = dict[str, dict[str, float]]
 WARM_UP = 3
 """Steps that compile and allocate, before those that are timed."""
+WARM = "warm"
+"""What a process says when it is ready to be timed."""
 
 
 def parser_of(description: str | None, steps: int) -> argparse.ArgumentParser:
@@ -24,6 +27,7 @@ def parser_of(description: str | None, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="use a model that is small enough for a CPU")
     parser.add_argument("--cases", help="run cases whose name contains one of these; semicolons between")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the results into this Markdown file")
+    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="so many cases start and warm up together")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser
 
@@ -36,35 +40,74 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def run_cases(names: Collection[str], chosen: str | None) -> Results:
+def run_cases(names: Collection[str], options: argparse.Namespace) -> Results:
     """Runs this program once for each case, with `--case NAME` added, and shows and returns what each printed last.
 
-    Speeds are compared with that of the first case.
+    Several start and compile together, because that takes most of the time, and are then timed one after another while
+    the others wait. Speeds are compared with that of the first case.
     """
     results: Results = {}
     width = max(map(len, names))
-    for name in names:
-        if not any(part in name for part in (chosen.split(";") if chosen else [""])):
-            continue
-        done = subprocess.run([sys.executable, *sys.argv, "--case", name], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name:{width}}  failed with {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
-            continue
-        results[name] = result = json.loads(done.stdout.splitlines()[-1])
-        against = _against(results, next(iter(names)), name)
-        shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:>5}  {result['peak_gib']:6.2f} GiB"
-        print(f"{name:{width}}  {shown}  loss {result['loss']:.3f}", flush=True)
+    wanted = options.cases.split(";") if options.cases else [""]
+    chosen = [name for name in names if any(part in name for part in wanted)]
+    for group in (chosen[i : i + options.at_once] for i in range(0, len(chosen), options.at_once)):
+        cases = {name: _Case(name) for name in group}
+        for case in cases.values():
+            case.wait_until_warm()
+        for name, case in cases.items():
+            result = case.measured()
+            if isinstance(result, str):
+                print(f"{name:{width}}  failed: {result}", flush=True)
+                continue
+            results[name] = result
+            against = _against(results, next(iter(names)), name)
+            shown = f"{result['tokens_per_second']:9,.0f} tokens/s  {against:>5}  {result['peak_gib']:6.2f} GiB"
+            print(f"{name:{width}}  {shown}  loss {result['loss']:.3f}", flush=True)
     return results
+
+
+class _Case:
+    """A process that measures a case. It says when it is warm, and waits for a word until it goes on."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, *sys.argv, "--case", name]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is read when the process has ended
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def wait_until_warm(self) -> None:
+        assert self._process.stdout is not None
+        while (line := self._process.stdout.readline()) and line.strip() != WARM:
+            pass
+
+    def measured(self) -> dict[str, float] | str:
+        """Lets the process go on; returns what it measured, or the end of its errors."""
+        try:
+            output, _ = self._process.communicate("go\n")
+        except BrokenPipeError:
+            output = ""
+        if self._process.wait():
+            self._errors.seek(0)
+            return self._errors.read().strip()[-300:]
+        measured: dict[str, float] = json.loads(output.splitlines()[-1])
+        return measured
 
 
 def time_steps(step: Callable[[], Any], steps: int, tokens: int) -> dict[str, float]:
     """Returns the speed of steps of so many tokens, the peak memory of a GPU, and the last loss."""
     import torch
 
-    for _ in range(WARM_UP):
-        step()
     on_gpu = torch.cuda.is_available()
     synchronise = torch.cuda.synchronize if on_gpu else lambda: None
+    for _ in range(WARM_UP):
+        step()
+    synchronise()
+    if on_gpu:
+        torch.cuda.empty_cache()  # others are warming up
+    print(WARM, flush=True)
+    sys.stdin.readline()
+    step()
     synchronise()
     began = time.perf_counter()
     for _ in range(steps):
@@ -75,8 +118,20 @@ def time_steps(step: Callable[[], Any], steps: int, tokens: int) -> dict[str, fl
     return {"tokens_per_second": steps * tokens / seconds, "peak_gib": peak, "loss": loss.item()}
 
 
-def step_of(tree: Mapping[str, Any], tokens: Any, *, world: Any = None, weights: Any = None, parts: int = 1) -> Any:
-    """Returns a function that takes a step of the run that a config describes, on rows of tokens in so many parts."""
+def step_of(
+    tree: Mapping[str, Any],
+    tokens: Any,
+    *,
+    world: Any = None,
+    weights: Any = None,
+    parts: int = 1,
+    drawn_on_device: bool = False,
+) -> Any:
+    """Returns a function that takes a step of the run that a config describes, on rows of tokens in so many parts.
+
+    `drawn_on_device` draws the matrices again where they are: products with random numbers take longer than with equal
+    ones, and drawing billions of them on the host takes minutes.
+    """
     from shoal.config import check_run
     from shoal.strategies import from_config
     from shoal.training.session import assemble
@@ -86,6 +141,10 @@ def step_of(tree: Mapping[str, Any], tokens: Any, *, world: Any = None, weights:
     strategy = from_config(run.config, world)
     strategy.setup()
     session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
+    if drawn_on_device:
+        for parameter in session.model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(0, 0.02)
     batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     rows = range(len(tokens))
     micro_batches = [

@@ -33,8 +33,10 @@ ABOUT = (
     "are shoal's strategies on the same batch, with each block compiled; from the third row on the loss is computed in "
     '8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of '
     "N\" is one rank of N, without the others: with torch's `fake` backend it computes its part and uses the memory of "
-    "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters in pure_bf16 with full "
-    "activation checkpointing. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the "
+    "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters; alone on its GPU with "
+    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B raw`; with "
+    "bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
+    "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the "
     "layers, so there tokens/s are those of the 8 or 4 ranks together; all weights of this model are one number, and "
     "no stage waits for another."
 )
@@ -42,6 +44,7 @@ SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
 PP_FSDP = {"strategy": "mesh", "mesh": {"pp": 4, "dp_shard": 8}, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
 EIGHT_BILLION = {**CHUNKED, "mixed_precision": "pure_bf16", "activation_checkpointing": "full"}
+BF16_WEIGHTS = {**CHUNKED, "weights_dtype": "bf16"}
 
 # name → (ranks in the world, keys of `distributed`, keys of `training`)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -61,6 +64,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "lean fsdp, rank 0 of 8": (8, FSDP, LEAN),
     "lean fsdp, rank 0 of 64": (64, FSDP, LEAN),
     "lean fsdp, rank 0 of 512": (512, FSDP, LEAN),
+    "8B raw, bf16 weights, all recomputed": (1, {}, {}),
+    "8B, bf16 weights": (1, SINGLE, BF16_WEIGHTS),
+    "8B, bf16 weights, fp8": (1, SINGLE, {**BF16_WEIGHTS, "mixed_precision": "fp8"}),
+    "8B raw, all recomputed": (1, {}, {}),
+    "8B, all recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "full"}),
     "8B, tp 8 × dp_shard 8, rank 0 of 64": (64, TP_FSDP, EIGHT_BILLION),
     "8B, pp 4 × dp_shard 8, rank 0 of 32": (32, PP_FSDP, EIGHT_BILLION),
 }
@@ -71,7 +79,7 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
-    results = run_cases(CASES, options.cases)
+    results = run_cases(CASES, options)
     if options.write:
         head = (
             "How fast does a Llama of 1.1 billion parameters train under each strategy on one GPU, and how much memory "
@@ -86,14 +94,16 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, length = (8, 64) if small else (8, 2048)
-    generator = torch.Generator().manual_seed(0)
     large = name.startswith("8B")
+    world, distributed, training = CASES[name]
+    rows, length = (8, 64) if small else (2, 4096) if large and world == 1 else (8, 2048)
+    generator = torch.Generator().manual_seed(0)
     sizes = SMALL if small else LARGE if large else SIZES
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
-    world, distributed, training = CASES[name]
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
+    elif "raw" in name:
+        step = raw_recomputed_step(sizes, tokens.to(device), "bf16 weights" in name)
     else:
         training = {**training, "device": device}
         step = shoal_step(sizes, tokens, world, distributed, training, random_weights=not large)
@@ -128,6 +138,42 @@ def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
     return step
 
 
+def raw_recomputed_step(sizes: dict[str, int], tokens: Any, bf16_weights: bool) -> Callable[[], Any]:
+    """Returns a step of transformers' model with its own recomputation and loss, each block compiled, fused AdamW.
+
+    With bf16 weights, gradients and moments are bf16 too, rounded to nearest.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dtype = torch.bfloat16 if bf16_weights else torch.float32
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype)
+    # Its tables are computed where it is built.
+    rotary = LlamaForCausalLM(LlamaConfig(**{**sizes, "num_hidden_layers": 0, "vocab_size": 8})).model.rotary_emb
+    model.to_empty(device=tokens.device)
+    model.model.rotary_emb = rotary.to(tokens.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for block in model.model.layers:
+        block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> Any:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=not bf16_weights):
+            loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def shoal_step(
     sizes: dict[str, int],
     tokens: Any,
@@ -136,8 +182,8 @@ def shoal_step(
     training: dict[str, Any],
     random_weights: bool = True,
 ) -> Callable[[], Any]:
-    """Returns the same step under a strategy. Without `random_weights` all weights are one number: drawing billions of
-    numbers takes minutes and changes neither speed nor memory."""
+    """Returns the same step under a strategy. Without `random_weights` all weights of a rank of several are one number:
+    drawing billions of numbers takes minutes and does not change its memory."""
     from shoal.processes.world import World
     from shoal.types import Weights
 
@@ -153,7 +199,14 @@ def shoal_step(
     weights = None if random_weights else Weights("init", reset=fill)
     stages = (distributed.get("mesh") or {}).get("pp", 0)
     # A pipeline gets the same tokens in twice as many micro-batches as it has stages.
-    step: Callable[[], Any] = step_of(tree, tokens, world=ranks, weights=weights, parts=2 * stages or 1)
+    step: Callable[[], Any] = step_of(
+        tree,
+        tokens,
+        world=ranks,
+        weights=weights,
+        parts=2 * stages or 1,
+        drawn_on_device=world == 1 and not random_weights,
+    )
     return step
 
 

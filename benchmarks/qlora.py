@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from cases import machine, options_of, parser_of, run_cases, step_of, table_of, time_steps, write_section
@@ -55,7 +56,7 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options.case, options.steps, length, options.small)))
         return
-    results = run_cases(CASES, options.cases)
+    results = run_cases(CASES, options)
     if options.write:
         size = f"{ROWS} × {length} tokens a step, {options.steps} steps after 3 for warm-up"
         head = f"Measured by `python benchmarks/qlora.py --length {length}` on {machine()}: {size}. {ABOUT}"
@@ -143,19 +144,26 @@ def shoal_step(sizes: dict[str, int], tokens: Any, device: str, training: dict[s
 
 
 def fill(model: Any, module: Any) -> None:
-    """Fills the parameters of a module without drawing billions of normal numbers, which would take minutes."""
-    import torch
-
+    """Fills the parameters of a module without drawing billions of numbers: layers of a shape have the same weights."""
     from shoal.quantised import QuantisedLinear
 
     if isinstance(module, QuantisedLinear):
-        module.weight.data.random_(0, 256)
-        blocks = -(-module.in_features * module.out_features // 64)
-        statistics = module.scheme.statistics_of(*module.scheme.nested(torch.rand(blocks) * 0.02 + 0.02))
+        weight, statistics = random_layer(module.scheme, module.shape)
+        module.weight.data.copy_(weight)
         module.statistics.data.copy_(statistics)
         return
     for parameter in module.parameters(recurse=False):
         parameter.data.fill_(1.0 if parameter.ndim == 1 else 0.02)
+
+
+@cache
+def random_layer(scheme: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Returns the weight and the statistics of a quantised layer with random codes and scales."""
+    import torch
+
+    weight = torch.randint(256, scheme.shapes(shape)["weight"], dtype=torch.uint8)
+    scales = torch.rand(-(-shape[0] * shape[1] // 64)) * 0.02 + 0.02
+    return weight, scheme.statistics_of(*scheme.nested(scales))
 
 
 if __name__ == "__main__":

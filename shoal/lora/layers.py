@@ -63,6 +63,34 @@ class Magnitude(nn.Module):
         return self.weight.clone()
 
 
+class AdapterDropout(nn.Dropout):
+    """Drops as nn.Dropout does. Where it is compiled, the places are a hash of their index and of one random number.
+
+    Each adapter drops other places of an input that several share. To keep their masks, or what they leave, would take
+    more memory than all else that a block keeps. So they are computed again in the backward, and this hash takes about
+    an eighth of the operations of torch's generator.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and torch.compiler.is_compiling()):
+            return super().forward(input)
+        seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=input.device)
+        return _drop(input, seed, self.p)
+
+
+def _drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Drops places by 31 random bits of each: its index, with the seed in it, folded and multiplied in 32 bits."""
+    columns = input.shape[-1]
+    rows = torch.arange(input.numel() // columns, dtype=torch.int32, device=input.device) * columns ^ seed
+    # The seed comes in before the columns: torch would keep a large tensor of numbers that several adapters share.
+    bits = rows[:, None] + torch.arange(columns, dtype=torch.int32, device=input.device)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
+    bits = (bits ^ bits >> 16) & 0x7FFFFFFF
+    # A product and not torch.where, whose condition torch would keep.
+    return input * (bits >= round(p * 2**31)).to(input.dtype).view_as(input) * (1 / (1 - p))
+
+
 class AdaptedLayer(nn.Module):
     """The common part of layers with an adapter: of low rank, or trained rows of some tokens (trained_tokens.py)."""
 
@@ -142,7 +170,7 @@ def add_to_linear(
         module,
         AdaptedLinear,
         scaling=scaling,
-        lora_dropout=nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()}),
+        lora_dropout=nn.ModuleDict({ADAPTER: AdapterDropout(dropout) if dropout else nn.Identity()}),
         lora_A=nn.ModuleDict({ADAPTER: Factor(in_features, rank, False, first)}),
         lora_B=nn.ModuleDict({ADAPTER: Factor(rank, out_features, bias, second)}),
         lora_magnitude_vector=nn.ModuleDict({ADAPTER: Magnitude(out_features)} if dora else {}),

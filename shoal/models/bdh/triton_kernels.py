@@ -2,12 +2,13 @@
 
 Tensors over neurons are the largest by far, and a pass over one of them costs about half as much as the product that
 makes it. So ReLU, rotation, gating and their gradients are computed where a product ends, and not in passes of their
-own. Products that need nothing of the kind are left to cuBLAS (`triton_heads.py`).
+own. Products that need nothing of the kind are left to cuBLAS (`triton_heads.py`), and so are those between tokens:
+cuBLAS is so much faster at these that a pass after it costs less than tiles that are finished here.
 
-Arguments are descriptors of tensors: their `load` and `store` take the place of a block, read 0 outside of the tensor,
-and write nothing there. Shapes: x (batch, time, embd), weights (heads, embd, neurons) or (heads, neurons, embd), what
-is over neurons (heads · batch, time, neurons), scores (heads · batch, time, time), cos and sin (time, neurons / 2).
-Sums are kept in float32.
+What is loaded comes as a descriptor, whose `load` takes the place of a block and reads 0 outside of the tensor. What a
+loop stores comes as a pointer: before it stores by a descriptor, Triton 3.6 waits until the last block has left.
+Shapes: x (batch, time, embd), weights (heads, embd, neurons) or (heads, neurons, embd), what is over neurons (heads,
+batch, time, neurons), cos and sin (time, neurons / 2). Sums are kept in float32.
 """
 
 from __future__ import annotations
@@ -171,39 +172,20 @@ def gate_backward(
 
 
 @triton.jit
-def keys_backward(
-    to_scores,
-    keys,
+def neurons_backward(
+    to_keys,
+    to_neurons,
     neurons,
     cos,
     sin,
-    to_neurons,
     result,
-    time,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Adds to the gradient of neurons what comes through keys, and ends it at the ReLU. `to_scores` is symmetric.
+    """result = to_neurons + to_keys rotated back, where neurons are above 0, else 0.
 
-    Programs: (tiles of tokens, tiles of neurons, sequences).
+    Programs: (tiles of positions, tiles of neurons, heads · sequences).
     """
-    row, column, sequence = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for inner in tl.range(0, time, INNER, num_stages=STAGES):
-        left = tl.reshape(to_scores.load([sequence, row, inner]), (ROWS, INNER))
-        right = tl.reshape(keys.load([sequence, inner, column]), (INNER, COLUMNS))
-        total = tl.dot(left, right, total)
-    total = _rotated(total, cos.load([row, column // 2]), -sin.load([row, column // 2]), 1, ROWS, COLUMNS)
-    total += tl.reshape(to_neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
-    active = tl.reshape(neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
-    total = tl.where(active > 0.0, total, 0.0).to(tl.bfloat16)
-    result.store([sequence, row, column], tl.reshape(total, (1, ROWS, COLUMNS)))
-
-
-@triton.jit
-def finish(to_keys, to_neurons, neurons, cos, sin, result, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row, column, sequence = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
     total = tl.reshape(to_keys.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
     total = _rotated(total, cos.load([row, column // 2]), -sin.load([row, column // 2]), 1, ROWS, COLUMNS)
