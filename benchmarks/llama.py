@@ -34,10 +34,10 @@ ABOUT = (
     '8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of '
     "N\" is one rank of N, without the others: with torch's `fake` backend it computes its part and uses the memory of "
     "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters; alone on its GPU with "
-    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B raw`; with "
-    "bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
-    "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the "
-    "layers, so there tokens/s are those of the 8 or 4 ranks together; all weights of this model are one number, and "
+    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B raw`; "
+    "with bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
+    "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter "
+    "of the layers, so there tokens/s are those of the 8 or 4 ranks together; all weights of this model are one number, and "
     "no stage waits for another."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
