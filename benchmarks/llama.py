@@ -37,8 +37,8 @@ ABOUT = (
     "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B raw`; "
     "with bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
     "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter "
-    "of the layers, so there tokens/s are those of the 8 or 4 ranks together; all weights of this model are one number, and "
-    "no stage waits for another."
+    "of the layers, so there tokens/s are those of the 8 or 4 ranks together; all their weights are one number, and no "
+    "stage waits for another."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}

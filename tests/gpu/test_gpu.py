@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from datetime import date
@@ -42,17 +43,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 def note() -> Callable[[str, str], None]:
     """Writes a row of the result table; those of tests that do not run this time stay, with their date."""
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, shoal {shoal.__version__}"
-    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
-    rows = {cells[0]: cells[1:] for line in lines if len(cells := line.strip("| ").split(" | ")) == 3}
-    kept = (
-        {what: cells for what, cells in rows.items() if what not in ("what", "---")} if about in "".join(lines) else {}
-    )
 
     def write(what: str, result: str) -> None:
-        kept.pop(what, None)
-        kept[what] = [result, date.today().isoformat()]
-        head = f"# On a GPU\n\nWritten by `make test-gpu`: {about}.\n\n| what | result | on |\n| --- | --- | --- |\n"
-        PAGE.write_text(head + "".join(f"| {what} | {' | '.join(cells)} |\n" for what, cells in sorted(kept.items())))
+        with PAGE.open("a+") as page:
+            fcntl.flock(page, fcntl.LOCK_EX)  # tests may run in several processes
+            page.seek(0)
+            lines = page.read().splitlines()
+            rows = {cells[0]: cells[1:] for line in lines if len(cells := line.strip("| ").split(" | ")) == 3}
+            kept = {key: cells for key, cells in rows.items() if key not in ("what", "---") and about in "".join(lines)}
+            kept[what] = [result, date.today().isoformat()]
+            page.truncate(0)
+            page.write(f"# On a GPU\n\nWritten by `make test-gpu`: {about}.\n\n")
+            page.write("| what | result | on |\n| --- | --- | --- |\n")
+            page.writelines(f"| {what} | {' | '.join(cells)} |\n" for what, cells in sorted(kept.items()))
 
     return write
 
