@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ToyRun
+from models.bdh_levels import errors_beside_plain
 from pool import Pool
 from torch import Tensor, nn
 from verify.runs import runner_on
@@ -21,8 +22,7 @@ import shoal
 from shoal.config import check_run, load_run
 from shoal.config.schema import TrainingConfig
 from shoal.launch.spawn import run_function
-from shoal.models.bdh.model import Rotary, norm, rotate
-from shoal.models.bdh.triton_heads import TritonHeads, dropout_mask, why_not
+from shoal.models.bdh.triton_heads import why_not
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.torch_private import compile_counts
@@ -324,36 +324,19 @@ def test_no_step_of_a_loop_of_ones_own_waits_for_the_device(toy: ToyRun, note: C
     ("heads", "batch", "time", "embd", "neurons", "dropout"),
     [(4, 3, 512, 256, 8192, 0.1), (2, 3, 40, 16, 128, 0.0), (1, 2, 100, 32, 192, 0.25), (3, 5, 37, 64, 64, 0.1)],
 )
-def test_the_kernels_of_bdh_compute_what_float64_does(
+def test_the_kernels_of_bdh_are_as_near_to_float64_as_plain_bf16(
     note: Callable[[str, str], None], heads: int, batch: int, time: int, embd: int, neurons: int, dropout: float
 ) -> None:
     """Values and all gradients, on odd sizes, and with dropout: its mask is computed again by plain PyTorch."""
     device = torch.device("cuda")
     assert why_not(device, torch.bfloat16, embd, neurons) is None
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((batch, time, embd), (heads, embd, neurons), (heads, embd, neurons), (heads, neurons, embd))
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-    exact = [(t if i == 0 else t * 0.1).bfloat16().to(device).double().requires_grad_() for i, t in enumerate(drawn)]
-    x, encoder, encoder_v, decoder = exact
-    cos, sin = (table.to(device) for table in Rotary(neurons)(0, time))
-    mask = dropout_mask(1234567, (heads, batch, time, neurons), dropout).to(device) / (1 - dropout)
-    active = torch.einsum("btd,hdn->hbtn", x, encoder).relu()
-    keys = rotate(active, cos.double(), sin.double())
-    attended = norm((keys @ keys.mT).tril(-1) @ x)
-    gates = torch.einsum("hbtd,hdn->hbtn", attended, encoder_v).relu()
-    y = torch.einsum("hbtn,hnd->btd", active * gates * mask, decoder)
-    to_y = torch.randn(y.shape, generator=generator).to(device)
-    expected = [y, *torch.autograd.grad(y, exact, to_y.double())]
-    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-    found = TritonHeads.apply(*inputs, cos, sin, dropout, torch.tensor([1234567], device=device))
-    assert isinstance(found, Tensor)
-    values = [found, *torch.autograd.grad(found, inputs, to_y.bfloat16())]
-    errors = [
-        float((value.double() - right).norm() / right.norm()) for value, right in zip(values, expected, strict=True)
-    ]
-    assert max(errors) < 0.06, errors  # the plain path in bf16 is up to 0.04 from float64 on such sizes
+    errors = errors_beside_plain(heads, batch, time, embd, neurons, dropout, device)
+    assert {name: pair for name, pair in errors.items() if pair[0] > 1.6 * pair[1] + 0.002} == {}
     size = f"{heads} heads, {batch} × {time} tokens, {embd} channels, {neurons} neurons, dropout {dropout}"
-    note(f"BDH in Triton beside float64: {size}", f"outputs and gradients within {max(errors):.1e}")
+    note(
+        f"BDH in Triton beside float64: {size}",
+        f"{max(a / b for a, b in errors.values()):.2f} times the error of plain bf16",
+    )
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])

@@ -1,4 +1,4 @@
-"""The heads of a level on GPUs of Hopper's kind or newer: kernels in Triton, and cuBLAS for the other products.
+"""The heads of a level on Hopper GPUs: kernels in Triton, and cuBLAS for the other products.
 
 `Heads` in model.py says what is computed, and fused.py has the same gradients in plain PyTorch. For the backward a
 level keeps two tensors over neurons: neurons, and gated neurons after dropout. Gates are their quotient.
@@ -46,8 +46,8 @@ def why_not(device: torch.device, dtype: torch.dtype, embd: int, neurons: int) -
         return f"Triton needs a CUDA device, and this is {device.type}"
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"the kernels need compute capability 9.0 or higher, and {torch.cuda.get_device_name(device)} has less"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"the kernels are made for Hopper (H100, H200), and this is {torch.cuda.get_device_name(device)}"
     if dtype != torch.bfloat16:
         return f"the kernels compute in bf16, and this run in {str(dtype).removeprefix('torch.')}"
     if embd not in (16, 32, 64, 128, 256):
@@ -255,8 +255,8 @@ def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: 
     tensors = (tensor.flatten(0, 1) for tensor in (to_keys, to_neurons, neurons, result))
     *inputs, output = (_described(tensor, (1, rows, columns)) for tensor in tensors)
     tables = (_described(table, (rows, columns // 2)) for table in (cos, sin))
-    triton_kernels.neurons_backward[(-(-time // rows), width // columns, heads * batch)](
-        *inputs, *tables, output, ROWS=rows, COLUMNS=columns, num_warps=4
+    triton_kernels.neurons_backward[(-(-time // rows) * heads * batch, width // columns)](
+        *inputs, *tables, output, time, ROWS=rows, COLUMNS=columns, num_warps=4
     )
     return result
 

@@ -179,14 +179,17 @@ def neurons_backward(
     cos,
     sin,
     result,
+    time,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """result = to_neurons + to_keys rotated back, where neurons are above 0, else 0.
 
-    Programs: (tiles of positions, tiles of neurons, heads · sequences).
+    Programs: (tiles of positions · heads · sequences, tiles of neurons).
     """
-    row, column, sequence = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
+    tiles = tl.cdiv(time, ROWS)
+    row, sequence = tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles
+    column = tl.program_id(1) * COLUMNS
     total = tl.reshape(to_keys.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
     total = _rotated(total, cos.load([row, column // 2]), -sin.load([row, column // 2]), 1, ROWS, COLUMNS)
     total += tl.reshape(to_neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)

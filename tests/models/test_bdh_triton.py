@@ -1,0 +1,103 @@
+"""The function around the Triton kernels of BDH, on the CPU: plain PyTorch stands in for each of its kernels.
+
+`tests/gpu` compares the kernels themselves with float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models.bdh_levels import SEED, errors_beside_plain, inputs_of
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.models.bdh import triton_heads
+from shoal.models.bdh.model import rotate
+from shoal.models.bdh.triton_heads import TritonHeads, dropout_mask, why_not
+
+
+def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    neurons = torch.einsum("btd,hdn->hbtn", x.float(), encoder.float()).relu().to(x.dtype)
+    return neurons, rotate(neurons.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
+    gates = torch.einsum("hbtd,hdn->hbtn", normed.float(), encoder_v.float()).relu()
+    kept = dropout_mask(int(seed), neurons.shape, dropout) / (1 - dropout)
+    return (neurons.float() * gates * kept).to(neurons.dtype)
+
+
+def gate_backward(
+    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    to_gated = torch.einsum("btd,hnd->hbtn", to_y.float(), decoder.float()).where(gated > 0, 0)
+    active = neurons.float()
+    gates = gated.float() / active.where(gated > 0, 1)
+    keys = rotate(active, cos.float(), sin.float())
+    results = [tensor.to(neurons.dtype) for tensor in (to_gated * active * scale, to_gated * gates, keys)]
+    return results[0], results[1], results[2]
+
+
+def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    total = rotate(to_keys.float(), cos.float(), -sin.float()) + to_neurons.float()
+    return total.where(neurons > 0, 0).to(neurons.dtype)
+
+
+@pytest.fixture(autouse=True)
+def on_cpus() -> Iterator[None]:
+    """The operators compute on the CPU by the functions above. oneDNN is off, as in test_bdh_fused.py."""
+    for function in (encode, gate, gate_backward, neurons_backward):
+        getattr(triton_heads, function.__name__).register_kernel("cpu")(function)
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("sizes", [(2, 3, 40, 16, 128), (1, 2, 64, 32, 192), (3, 2, 37, 64, 64)])
+def test_outputs_and_gradients_are_as_near_to_float64_as_those_of_plain_bf16(
+    sizes: tuple[int, int, int, int, int], dropout: float
+) -> None:
+    """Also with an odd number of heads, of which the backward takes some at a time."""
+    for name, (error, of_plain) in errors_beside_plain(*sizes, dropout, torch.device("cpu")).items():
+        assert error < 1.6 * of_plain + 0.002, name
+
+
+def test_a_frozen_weight_gets_no_gradient_and_products_are_counted() -> None:
+    heads, batch, time, embd, neurons = sizes = (2, 3, 8, 16, 64)
+    exact, cos, sin = inputs_of(*sizes, torch.device("cpu"))
+    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    with_weights, tokens = 2 * heads * batch * time * embd * neurons, heads * batch * time
+    for frozen in range(4):
+        for i, tensor in enumerate(inputs):
+            tensor.grad = None
+            tensor.requires_grad_(frozen == 0 or i != frozen)
+        with FlopCounterMode(display=False) as counter:
+            y = TritonHeads.apply(*inputs, cos, sin, 0.1, torch.tensor([SEED]))
+            assert isinstance(y, Tensor)
+            y.sum().backward()
+        assert [tensor.grad is None for tensor in inputs] == [i == frozen > 0 for i in range(4)]
+        between_tokens, of_values = 2 * tokens * time * neurons, 2 * tokens * time * embd
+        products = 9 - (frozen > 0)
+        assert counter.get_total_flops() == products * with_weights + 2 * between_tokens + 3 * of_values
+
+
+def test_the_dropout_mask_is_fair_and_follows_the_seed() -> None:
+    shape = (2, 4, 64, 256)
+    masks = [dropout_mask(seed, shape, 0.2).double() for seed in (1, 2)]
+    for mask in masks:
+        assert abs(mask.mean().item() - 0.8) < 4 * (0.2 * 0.8 / mask.numel()) ** 0.5
+        for neighbours in (mask[..., 1:] * mask[..., :-1], mask[:, :, 1:] * mask[:, :, :-1], mask[1] * mask[0]):
+            assert abs(neighbours.mean().item() - 0.64) < 0.01
+    assert abs((masks[0] * masks[1]).mean().item() - 0.64) < 0.01
+    assert dropout_mask(1, shape, 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [("cpu", torch.bfloat16, "Triton needs a CUDA device, and this is cpu"), ("mps", torch.float16, "CUDA device")],
+)
+def test_reasons_against_the_kernels(device: str, dtype: torch.dtype, reason: str) -> None:
+    assert reason in str(why_not(torch.device(device), dtype, 256, 8192))
