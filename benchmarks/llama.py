@@ -84,7 +84,7 @@ def main() -> None:
         head = (
             "How fast does a Llama of 1.1 billion parameters train under each strategy on one GPU, and how much memory "
             f"does a rank need? Measured by `python benchmarks/llama.py` on {machine()}: 8 × 2048 tokens a step, "
-            f"{options.steps} steps after 3 for warm-up.\n\n{ABOUT}"
+            f"{options.steps} steps after 4 for warm-up.\n\n{ABOUT}"
         )
         write_section(options.write, "Llama", f"{head}\n\n{table_of(results, 'raw')}")
 

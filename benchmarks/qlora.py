@@ -58,7 +58,7 @@ def main() -> None:
         return
     results = run_cases(CASES, options)
     if options.write:
-        size = f"{ROWS} × {length} tokens a step, {options.steps} steps after 3 for warm-up"
+        size = f"{ROWS} × {length} tokens a step, {options.steps} steps after 4 for warm-up"
         head = f"Measured by `python benchmarks/qlora.py --length {length}` on {machine()}: {size}. {ABOUT}"
         write_section(options.write, "QLoRA", f"{head}\n\n{table_of(results, next(iter(CASES)))}")
 

@@ -115,9 +115,8 @@ class TrainingConfig(Section):
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """How modules with a fused path compute; of shoal's models only BDH has some. `plain`: by the model's own code.
-    `fused`: with a backward of their own, which keeps less and computes less; refused for models without it. `auto`:
-    `plain`, because `fused` has not been measured on a GPU. See [choosing.md](choosing.md#less-memory-for-activations).
-    """
+    `fused`: with a backward of their own, which keeps less and computes less, on Hopper GPUs in Triton; refused for
+    models without it. `auto`: `fused` on CUDA devices. See [choosing.md](choosing.md#less-memory-for-activations)."""
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, short_for("mode")] = (
         ActivationCheckpointingConfig()
     )
