@@ -71,6 +71,8 @@ class AdapterDropout(nn.Dropout):
     an eighth of the operations of torch's generator.
     """
 
+    recompute_if_compiled = True
+
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and torch.compiler.is_compiling()):
             return super().forward(input)

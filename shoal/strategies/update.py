@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from shoal.errors import UserError
 from shoal.parallel.sharding.shards import (
     ELEMENTWISE,
+    HALF,
     drop_gradients,
     hold_shards,
     is_elementwise,
     norm_of,
-    norms_of,
     split_over,
     take_gradients,
     total_norm,
@@ -28,7 +28,7 @@ from shoal.parallel.sharding.shards import (
 from shoal.processes.group import cpu_group
 from shoal.strategies.state import note_initial_state, sharded_parameter
 from shoal.tensors import is_on_host
-from shoal.torch_private import skips_on_device
+from shoal.torch_private import foreach_norm, skips_on_device
 from shoal.transform.loss_scale import LossScale
 from shoal.types import StepInfo
 
@@ -53,7 +53,9 @@ class Update:
         """`average_over` are the groups over which gradients are averaged here, if no engine does so earlier."""
         self.optimizer, self.loss_scale, self._keeps_gradients = optimizer, loss_scale, keeps_gradients
         self._average_over, self._stepping = average_over, False
-        self._is_on_one_device = len({parameter.device for parameter in self._parameters()}) == 1
+        alike = {(parameter.device, parameter.dtype) for parameter in self._parameters()}
+        self._is_of_one_kind = len(alike) == 1 and not {dtype for _, dtype in alike} & HALF
+        """True if all gradients are on one device and in one type that is not half precision."""
         note_initial_state(optimizer)
         if self.steps_otherwise or loss_scale or average_over:
             optimizer.register_step_pre_hook(self._before_step)
@@ -115,10 +117,10 @@ class Update:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Returns the norm of the whole gradient, equal on all ranks."""
-        if not gradients or not self._is_on_one_device:
+        if not gradients or not self._is_of_one_kind:
             return norm_of(gradients)
         # What get_total_norm computes, to the bit, with one Python call instead of thirty.
-        return torch.linalg.vector_norm(torch.stack(norms_of(gradients))).detach()
+        return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients))).detach()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import (
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
-from shoal.lora.layers import AdaptedLinear
 from shoal.seeding import GeneratorsKept, HostStates
 from shoal.tensors import module_state_kept
 from shoal.torch_private import BATCH_NORM
@@ -62,19 +61,17 @@ def apply_activation_checkpointing(
     return chosen
 
 
-def recompute_dropout_of_adapters(model: nn.Module, recomputed: Sequence[str]) -> None:
-    """Makes compiled blocks draw the dropout of adapters again in the backward, instead of keeping masks and outputs.
+def recompute_within_compiled(model: nn.Module, recomputed: Sequence[str]) -> None:
+    """Makes modules with `recompute_if_compiled = True`, such as the dropout of adapters, compute again in the backward
+    of a compiled block what they would otherwise keep for it.
 
-    Each adapter drops other places of its input, and would keep a copy of what several of them share. Modules that are
-    `recomputed` as a whole draw again without this; they are left out because torch 2.11 keeps the masks of a
+    Modules that are `recomputed` as a whole do so without this; they are left out because torch 2.11 keeps much of a
     recomputation that is inside of another.
     """
     for name, module in model.named_modules():
         inside = any(f"{name}.".startswith(f"{outer}.") for outer in recomputed)
-        if isinstance(module, AdaptedLinear) and not inside:
-            for dropout in module.lora_dropout.values():  # an Identity if nothing is dropped
-                if isinstance(dropout, nn.Dropout):
-                    add_layer(dropout, _recompute_if_compiled)
+        if getattr(module, "recompute_if_compiled", False) and not inside:
+            add_layer(module, _recompute_if_compiled)
 
 
 def num_recomputed() -> int:

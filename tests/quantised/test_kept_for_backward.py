@@ -15,7 +15,7 @@ from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import add_adapters
 from shoal.quantised import FourBit, QuantisedLinear, quantise_layers
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing, recompute_dropout_of_adapters
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing, recompute_within_compiled
 from shoal.transform.compile import CompiledModules
 from shoal.types import ParallelPlan
 
@@ -50,7 +50,7 @@ def llama(mode: str, compiled: bool, dropout: float = 0.05) -> Any:
     modules = CompiledModules(model, plan) if compiled else None
     recomputed = apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode=mode))
     if modules:
-        recompute_dropout_of_adapters(model, recomputed)
+        recompute_within_compiled(model, recomputed)
         modules.compile()
     return model.train()
 
@@ -140,7 +140,7 @@ def test_masks_are_drawn_again_as_they_were(monkeypatch: pytest.MonkeyPatch, bac
     for layer in model[0]:
         nn.init.zeros_(layer.weight)
     modules = CompiledModules(model, ParallelPlan(blocks=("0",)))
-    recompute_dropout_of_adapters(model, ())
+    recompute_within_compiled(model, ())
     modules.compile()
     x, outputs = torch.randn(64, 32, requires_grad=True), []
     for _ in range(2):

@@ -18,7 +18,8 @@ from shoal.torch_private import StridedShard, foreach_norm, is_fake
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Rprop", "ASGD", "Adagrad"}
 """torch's optimizers that treat every element by itself, so that updating a part of a tensor is updating the tensor."""
-_HALF = {torch.bfloat16, torch.float16}
+HALF = {torch.bfloat16, torch.float16}
+"""The types in half precision, in which a norm would be coarse."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -75,22 +76,15 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         getattr(parameter, "shard_of", parameter).grad = None
 
 
-def norms_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the norm of each tensor, in fp32 for those in half precision."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes.isdisjoint(_HALF):
-        return [*foreach_norm(tensors)]
-    if dtypes <= _HALF:
-        return [*foreach_norm(tensors, 2, torch.float32)]
-    return [torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None) for t in tensors]
-
-
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """Returns the norm of all elements of some tensors, in fp32 if they are in half precision."""
-    if not any(tensor.dtype in _HALF for tensor in tensors):
+    """Returns the norm of all elements of some tensors, in fp32 for those in half precision."""
+    if not any(tensor.dtype in HALF for tensor in tensors):
         return get_total_norm(tensors)
-    device = tensors[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms_of(tensors)]))
+    if all(tensor.dtype in HALF for tensor in tensors):
+        norms = [*foreach_norm(tensors, 2, torch.float32)]
+    else:
+        norms = [torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in HALF else None) for t in tensors]
+    return torch.linalg.vector_norm(torch.stack([norm.to(tensors[0].device) for norm in norms])).detach()
 
 
 @torch.no_grad()
