@@ -1,6 +1,6 @@
 """Measures on one GPU how fast a Llama trains under each strategy, and how much memory that takes.
 
-    python benchmarks/llama.py [--steps 12] [--small] [--cases 'raw;single'] [--write docs/benchmarks.md]
+    python benchmarks/llama.py [--large] [--steps 12] [--small] [--cases 'raw;single'] [--write docs/benchmarks.md]
 
 The cases run one after another, each in a process of its own: first a compiled loop in plain PyTorch, then the same
 steps under shoal's strategies. A case with several ranks uses torch's `fake` backend: rank 0 computes for real, and its
@@ -34,8 +34,8 @@ ABOUT = (
     '8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of '
     "N\" is one rank of N, without the others: with torch's `fake` backend it computes its part and uses the memory of "
     "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters; alone on its GPU with "
-    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B raw`; "
-    "with bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
+    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B "
+    "transformers`; with bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
     "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter "
     "of the layers, so there tokens/s are those of the 8 or 4 ranks together; all their weights are one number, and no "
     "stage waits for another."
@@ -64,10 +64,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "lean fsdp, rank 0 of 8": (8, FSDP, LEAN),
     "lean fsdp, rank 0 of 64": (64, FSDP, LEAN),
     "lean fsdp, rank 0 of 512": (512, FSDP, LEAN),
-    "8B raw, bf16 weights, all recomputed": (1, {}, {}),
+    "8B transformers, bf16 weights, all recomputed": (1, {}, {}),
     "8B, bf16 weights": (1, SINGLE, BF16_WEIGHTS),
     "8B, bf16 weights, fp8": (1, SINGLE, {**BF16_WEIGHTS, "mixed_precision": "fp8"}),
-    "8B raw, all recomputed": (1, {}, {}),
+    "8B transformers, all recomputed": (1, {}, {}),
     "8B, all recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "full"}),
     "8B, tp 8 × dp_shard 8, rank 0 of 64": (64, TP_FSDP, EIGHT_BILLION),
     "8B, pp 4 × dp_shard 8, rank 0 of 32": (32, PP_FSDP, EIGHT_BILLION),
@@ -75,18 +75,25 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    options = options_of(parser_of(__doc__, steps=12))
+    parser = parser_of(__doc__, steps=12)
+    parser.add_argument("--large", action="store_true", help="the cases of a Llama of 8 billion parameters")
+    options = options_of(parser)
     if options.case:
         print(json.dumps(measure(options.case, options.steps, options.small)))
         return
-    results = run_cases(CASES, options)
+    names = [name for name in CASES if name.startswith("8B") == options.large]
+    if options.large:
+        options.at_once = 1  # each needs most of a GPU
+    results = run_cases(names, options)
     if options.write:
+        size = "8" if options.large else "1.1"
         head = (
-            "How fast does a Llama of 1.1 billion parameters train under each strategy on one GPU, and how much memory "
-            f"does a rank need? Measured by `python benchmarks/llama.py` on {machine()}: 8 × 2048 tokens a step, "
-            f"{options.steps} steps after 4 for warm-up.\n\n{ABOUT}"
+            f"How fast does a Llama of {size} billion parameters train under each strategy on one GPU, and how much "
+            f"memory does a rank need? Measured by `python benchmarks/llama.py{' --large' * options.large}` on "
+            f"{machine()}: {options.steps} steps after 4 for warm-up, 8 × 2048 tokens a step.\n\n{ABOUT}"
         )
-        write_section(options.write, "Llama", f"{head}\n\n{table_of(results, 'raw')}")
+        heading = "Llama of 8 billion parameters" if options.large else "Llama"
+        write_section(options.write, heading, f"{head}\n\n{table_of(results, names[0])}")
 
 
 def measure(name: str, steps: int, small: bool) -> dict[str, float]:
@@ -102,8 +109,8 @@ def measure(name: str, steps: int, small: bool) -> dict[str, float]:
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))
-    elif "raw" in name:
-        step = raw_recomputed_step(sizes, tokens.to(device), "bf16 weights" in name)
+    elif "transformers" in name:
+        step = transformers_step(sizes, tokens.to(device), "bf16 weights" in name)
     else:
         training = {**training, "device": device}
         step = shoal_step(sizes, tokens, world, distributed, training, random_weights=not large)
@@ -138,7 +145,7 @@ def raw_step(sizes: dict[str, int], tokens: Any) -> Callable[[], Any]:
     return step
 
 
-def raw_recomputed_step(sizes: dict[str, int], tokens: Any, bf16_weights: bool) -> Callable[[], Any]:
+def transformers_step(sizes: dict[str, int], tokens: Any, bf16_weights: bool) -> Callable[[], Any]:
     """Returns a step of transformers' model with its own recomputation and loss, each block compiled, fused AdamW.
 
     With bf16 weights, gradients and moments are bf16 too, rounded to nearest.
