@@ -29,16 +29,16 @@ SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
-    "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other rows "
-    "are shoal's strategies on the same batch, with each block compiled; from the third row on the loss is computed in "
-    '8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not compiled. "Rank 0 of '
-    "N\" is one rank of N, without the others: with torch's `fake` backend it computes its part and uses the memory of "
-    "its part, but it never waits for a network. `8B` is a Llama of 8 billion parameters; alone on its GPU with "
-    "2 × 4096 tokens a step, beside transformers' model with its own recomputation, each block compiled (`8B "
-    "transformers`; with bf16 weights its updates are rounded to nearest); as one rank of many in pure_bf16 with full activation "
-    "checkpointing and 8 × 2048 tokens. A rank of `tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter "
-    "of the layers, so there tokens/s are those of the 8 or 4 ranks together; all their weights are one number, and no "
-    "stage waits for another."
+    "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other "
+    "rows are shoal's strategies on the same batch, with each block compiled; from the third row on the loss is "
+    "computed in 8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not "
+    'compiled. "Rank 0 of N" is one rank of N, without the others: with torch\'s `fake` backend it computes its '
+    "part and uses the memory of its part, but it never waits for a network. `8B` is a Llama of 8 billion "
+    "parameters; alone on its GPU with 2 × 4096 tokens a step, beside transformers' model with its own "
+    "recomputation, each block compiled (`8B transformers`; with bf16 weights its updates are rounded to "
+    "nearest); as one rank of many in pure_bf16 with full activation checkpointing and 8 × 2048 tokens. A rank of "
+    "`tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the layers, so there tokens/s are "
+    "those of the 8 or 4 ranks together; all their weights are one number, and no stage waits for another."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
