@@ -81,11 +81,15 @@ class AdapterDropout(nn.Dropout):
 
 
 def _drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Drops places by 31 random bits of each: its index, with the seed in it, folded and multiplied in 32 bits."""
-    columns = input.shape[-1]
-    rows = torch.arange(input.numel() // columns, dtype=torch.int32, device=input.device) * columns ^ seed
-    # The seed comes in before the columns: torch would keep a large tensor of numbers that several adapters share.
-    bits = rows[:, None] + torch.arange(columns, dtype=torch.int32, device=input.device)
+    """Drops places by 31 random bits of each: a multiple of its index, folded and multiplied in 32 bits.
+
+    The multiple is odd, so no two places have the same bits; and it is another for each seed, so the masks of two
+    adapters are not the same numbers, shifted.
+    """
+    columns, multiple = input.shape[-1], seed * 2 + 1
+    rows = torch.arange(input.numel() // columns, dtype=torch.int32, device=input.device) * columns * multiple + seed
+    # The seed comes in before rows and columns meet: torch would keep a large tensor that several adapters share.
+    bits = rows[:, None] + torch.arange(columns, dtype=torch.int32, device=input.device) * multiple
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
     bits = (bits ^ bits >> 16) & 0x7FFFFFFF

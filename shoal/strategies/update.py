@@ -59,6 +59,8 @@ class Update:
         note_initial_state(optimizer)
         if self.steps_otherwise or loss_scale or average_over:
             optimizer.register_step_pre_hook(self._before_step)
+        if isinstance(optimizer, torch.optim.SGD):
+            optimizer.register_step_pre_hook(_start_momentum)
 
     def step(self, max_norm: float | None = None, max_value: float | None = None) -> StepInfo:
         """Unscales, clips and updates; an update whose gradient is not finite is skipped on the device.
@@ -153,6 +155,20 @@ class Update:
                 "or loop"
             )
         self.gradients()
+
+
+def _start_momentum(optimizer: Optimizer, *arguments: Any) -> None:
+    """Gives the momentum of fused SGD its first value, 0, where a parameter has none.
+
+    By itself, torch allocates all of it in the first step, and leaves it unfilled if that step is skipped on the
+    device; and it fails for a parameter whose first gradient comes later. Not with dampening: torch leaves that out of
+    the first step, so 0 would be another first value.
+    """
+    for group in optimizer.param_groups:
+        if group["momentum"] and group["fused"] and not group["dampening"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class ShardedUpdate(Update):

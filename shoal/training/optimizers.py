@@ -67,7 +67,8 @@ def build_optimizer(training: TrainingConfig, groups: Groups) -> Optimizer:
         if training.weights_dtype == "bf16":
             kind = RoundedAdamW  # the config refuses other names than adamw
         elif chosen.name in FUSED:
-            options["fused"] = not has_complex
+            # Fused SGD with dampening would start from memory that nobody fills if its first update is skipped.
+            options["fused"] = not has_complex and not options.get("dampening")
         elif has_complex and (chosen.name in ("lion", "muon") or chosen.name not in CLASSES):
             raise UserError(f"{where}: the model has complex parameters, which it does not take; use adamw or sgd")
     keys = dict.fromkeys(key for group in groups for key in group)  # torch adds its own to the same dicts

@@ -240,7 +240,7 @@ def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> li
     for name, read in (("metrics.jsonl", read_metrics), ("tensorboard", read_tensorboard)):
         if not (uninterrupted / name).exists():
             continue
-        a, b = read(uninterrupted / name), read(killed / name)
+        a, b = _with_previews_of_both(read(uninterrupted / name), read(killed / name))
         problems += [f"{name}: {tag} is in only one of the runs" for tag in sorted(a.keys() ^ b.keys())]
         for tag in sorted(a.keys() & b.keys()):
             if [step for step, _ in a[tag]] != [step for step, _ in b[tag]]:
@@ -253,11 +253,23 @@ def log_problems(uninterrupted: Path, killed: Path, allowed: float | None) -> li
     return problems
 
 
+def _with_previews_of_both(a: Log, b: Log) -> tuple[Log, Log]:
+    """Leaves out previews that one of the runs does not have: how long they take decides how often they are shown."""
+    a, b = dict(a), dict(b)
+    for tag in {tag for tag in (*a, *b) if tag.startswith("preview")}:
+        in_both = {step for step, _ in a.get(tag, [])} & {step for step, _ in b.get(tag, [])}
+        for log in (a, b):
+            log[tag] = [(step, text) for step, text in log.get(tag, []) if step in in_both]
+    return a, b
+
+
 def read_metrics(path: Path) -> Log:
     """Returns the values of a metrics.jsonl by tag. The tag `line` has the keys of each line."""
     log: Log = {}
     for row in map(json.loads, path.read_text().splitlines()):
-        for tag, value in {**row, "line": [*row]}.items():
+        # A preview has a line of its own, and need not be in both runs.
+        about = {"preview": row["preview"]} if "preview" in row else {**row, "line": [*row]}
+        for tag, value in about.items():
             log.setdefault(tag, []).append((row["step"], value))
     return log
 

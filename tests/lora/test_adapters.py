@@ -15,6 +15,7 @@ from shoal.errors import UserError
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import add_adapters, is_adapter_tensor, merge_adapters
 from shoal.lora.config import OTHER_NAMES
+from shoal.lora.layers import _drop
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, name_in_model
 from shoal.lora.trained_tokens import token_indices
 from shoal.recipes.causal_lm import CausalLMRecipe
@@ -281,3 +282,19 @@ def test_a_type_for_frozen_weights_needs_some() -> None:
     tree = {"recipe": "causal_lm", "model": {"config": {"model_type": "llama", **TINY}, "dtype": "bf16"}}
     with pytest.raises(UserError, match=r"model.dtype = bf16: it is the type of frozen weights"):
         check_run({**tree, "training": {"max_steps": 1}})
+
+
+def test_places_are_dropped_independently_in_compiled_code() -> None:
+    """At the right rate, and no row is dropped like a part of another one, nor one adapter like another one."""
+    p, ones = 0.5, torch.ones(64, 96)  # 96 is no power of 2
+    one, other = (_drop(ones, torch.tensor(seed, dtype=torch.int32), p) != 0 for seed in (2023406814, 2023406815))
+    for mask in (one, other):
+        assert abs(mask.double().mean().item() - p) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
+    for shift in range(48):
+        left, right = one[:, shift:], one[:, : 96 - shift]
+        same = (left[:, None] == right[None]).double().mean(-1)
+        if shift == 0:
+            same.fill_diagonal_(0.5)
+        assert same.max() < 0.95
+    assert abs((one == other).double().mean().item() - 0.5) < 0.03
+    assert torch.equal(_drop(ones, torch.tensor(7, dtype=torch.int32), 0.0), ones)

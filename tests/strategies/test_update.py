@@ -304,3 +304,25 @@ def test_the_host_inverts_a_count_as_a_device_does(count: float) -> None:
     for dtype in (torch.float32, torch.float64) if isinstance(count, float) else (torch.int64, torch.int32):
         tensor = torch.tensor(count, dtype=dtype)
         torch.testing.assert_close(_per_count(tensor, None), _inverse_on_device(tensor), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_begins_with_the_first_update_that_is_not_skipped(nesterov: bool) -> None:
+    """Fused SGD allocates momentum in its first step, and would leave it unfilled if that one is skipped."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(2, 5), torch.randn(3, 2, 5)
+    parameters = [nn.Parameter(row.clone()) for row in start]
+    options: Any = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    update = Update(torch.optim.SGD(parameters, fused=True, **options), None)
+    expected = [nn.Parameter(row.clone()) for row in start]
+    reference = torch.optim.SGD(expected, **options)
+    for step, rows_of in enumerate((gradients[0] * math.inf, *gradients)):
+        for i, (parameter, right) in enumerate(zip(parameters, expected, strict=True)):
+            has_one = i == 0 or step > 1  # the second parameter gets its first gradient later
+            parameter.grad = rows_of[i].clone() if has_one else None
+            right.grad = rows_of[i].clone() if has_one else None
+        assert bool(update.step().skipped) == (step == 0)
+        if step:
+            reference.step()
+    for parameter, right in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter, right)

@@ -14,7 +14,7 @@ import pytest
 from conftest import ForkedShoal, ToyRun
 
 from shoal.checkpoint import find_latest_checkpoint, open_checkpoint, write_checkpoint
-from shoal.observe.loggers import TensorBoardLogger
+from shoal.observe.loggers import JsonlLogger, TensorBoardLogger
 from shoal.verify.chaos import checkpoint_problems, log_problems
 
 KEYS = ["training.device=cpu", "training.eval_steps=10", "checkpoint.every=5", "logging.console=off"]
@@ -142,3 +142,25 @@ def test_a_run_that_fails_by_itself_is_told(toy: ToyRun, monkeypatch: pytest.Mon
     result = toy.call("chaos", "run.yaml", "training.device=cuda", "--kills", "1")
     assert result.returncode == 2
     assert "the uninterrupted run failed with exit code 2" in result.stderr
+
+
+def test_previews_that_one_run_showed_less_often_are_no_difference(tmp_path: Path) -> None:
+    """How long they take decides how often they are shown; those that both have must be equal."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    loggers = {}
+    for folder in folders:
+        folder.mkdir()
+        loggers[folder] = [TensorBoardLogger(folder, 0), JsonlLogger(folder, 0)]
+        for logger in loggers[folder]:
+            logger.log(1, {"train/loss": 1.0})
+            logger.text(1, "preview", "words")
+    for logger in loggers[folders[1]]:
+        logger.text(2, "preview", "more words")
+    assert log_problems(*folders, None) == []
+    for folder in folders:
+        for logger in loggers[folder]:
+            logger.text(3, "preview", folder.name)
+    assert log_problems(*folders, None) == [
+        "metrics.jsonl: preview differs at step 3",
+        "tensorboard: preview/text_summary differs at step 3",
+    ]
