@@ -157,7 +157,7 @@ def _packing(value: Any, tree: Section) -> Any:
 
 
 def _fsdp(value: Any, tree: Section) -> Any:
-    words = value if isinstance(value, list) else str(value).split()
+    words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     kinds = {
         "full_shard": "FULL_SHARD",
         "shard_grad_op": "SHARD_GRAD_OP",
@@ -171,7 +171,7 @@ def _fsdp(value: Any, tree: Section) -> Any:
         elif word == "offload":
             ours["distributed.fsdp.cpu_offload"] = True  # type: ignore[assignment]
         elif word != "auto_wrap":
-            return Refused(f"{word!s:.50} is not one of {', '.join(kinds)}, offload and auto_wrap")
+            return Refused(f"{word:.50} is not one of {', '.join(kinds)}, offload and auto_wrap")
     return ours
 
 
