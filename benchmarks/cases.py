@@ -143,7 +143,7 @@ def step_of(
     session = assemble(run.recipe_type(run.recipe_config), strategy, run.config.training, seed=0, weights=weights)
     if drawn_on_device:
         for parameter in session.model.parameters():
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and parameter.is_floating_point():
                 parameter.data.normal_(0, 0.02)
     batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     rows = range(len(tokens))

@@ -219,7 +219,7 @@ def shoal_step(
 
 def fill(model: Any, module: Any) -> None:
     for parameter in module.parameters(recurse=False):
-        parameter.data.fill_(0.02)
+        parameter.data.fill_(1.0 if parameter.ndim == 1 else 0.02)  # the weights of norms are 1
 
 
 def open_fake_group(size: int) -> None:

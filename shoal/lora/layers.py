@@ -67,8 +67,8 @@ class AdapterDropout(nn.Dropout):
     """Drops as nn.Dropout does. Where it is compiled, the places are a hash of their index and of one random number.
 
     Each adapter drops other places of an input that several share. To keep their masks, or what they leave, would take
-    more memory than all else that a block keeps. So they are computed again in the backward, and this hash takes about
-    an eighth of the operations of torch's generator.
+    more memory than all else that a block keeps. So they are computed again in the backward, and this hash takes fewer
+    operations than torch's generator.
     """
 
     recompute_if_compiled = True
