@@ -146,6 +146,8 @@ def step_of(
             if parameter.ndim > 1 and parameter.is_floating_point():
                 parameter.data.normal_(0, 0.02)
     batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    if strategy.device.type == "cuda":  # as the loader of a run does: a copy from other memory waits for the device
+        batch = {key: value.pin_memory() for key, value in batch.items()}
     rows = range(len(tokens))
     micro_batches = [
         MicroBatch({key: value[i::parts] for key, value in batch.items()}, rows[i::parts], rows[i::parts])

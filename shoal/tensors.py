@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -124,6 +125,17 @@ def is_on_host(tensor: Tensor) -> bool:
     A tensor of a subclass may be a fake one, which has no numbers.
     """
     return tensor.is_cpu and type(tensor) is Tensor
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Returns why kernels in Triton cannot run on a device, or None if they can."""
+    if device.type != "cuda":
+        return f"Triton needs a CUDA device, and this is {device.type}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the kernels need an Ampere GPU or a newer one, and this is {torch.cuda.get_device_name(device)}"
+    return None
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

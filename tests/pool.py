@@ -61,7 +61,9 @@ POOL_FRAMES = re.compile(
 CONTEXT = mp.get_context("forkserver")
 PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"]
 # Modules that only some test sessions use. They are preloaded if their package was imported before the workers start.
-PRELOAD_IF_IMPORTED = ["pytest", "hypothesis", "shoal.training", "shoal.verify", "transformers.modeling_utils"]
+PRELOAD_IF_IMPORTED = ["pytest", "hypothesis", "shoal.training", "shoal.verify"]
+# It imports packages that look at the GPU, and a process that has done so cannot be forked.
+PRELOAD_WITHOUT_GPU = ["transformers.modeling_utils"]
 
 
 class WorkerFailure(Exception):
@@ -299,7 +301,7 @@ def _start_fork_server() -> None:
     preload = PRELOAD + [name for name in PRELOAD_IF_IMPORTED if name.split(".")[0] in sys.modules]
     chosen_before = os.environ.get("DS_ACCELERATOR")
     if not torch.accelerator.is_available():  # DeepSpeed chooses the device when it is imported
-        preload.append("deepspeed")
+        preload += ["deepspeed", *(name for name in PRELOAD_WITHOUT_GPU if name.split(".")[0] in sys.modules)]
         os.environ["DS_ACCELERATOR"] = "cpu"
     CONTEXT.set_forkserver_preload(preload)
     forkserver.ensure_running()

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.lora.dropout import AdapterDropout, draw_seed, dropped_product
+
 ADAPTER = "default"
 """The name that PEFT gives an adapter which has no other."""
 
@@ -36,8 +38,15 @@ class Factor(nn.Linear):
         if self.bias is not None:
             _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        return self.weight.detach().clone() if x is None else super().forward(x)
+    def forward(self, x: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+        """Multiplies x with the matrix; with `dropout`, x is dropped by the operator that multiplies."""
+        if x is None:
+            return self.weight.detach().clone()
+        if not dropout:
+            return super().forward(x)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+        return dropped_product(x.to(dtype), self.weight.to(dtype), draw_seed(x.device), dropout)
 
 
 class EmbeddingFactor(nn.ParameterDict):
@@ -61,40 +70,6 @@ class Magnitude(nn.Module):
 
     def forward(self) -> Tensor:
         return self.weight.clone()
-
-
-class AdapterDropout(nn.Dropout):
-    """Drops as nn.Dropout does. Where it is compiled, the places are a hash of their index and of one random number.
-
-    Each adapter drops other places of an input that several share. To keep their masks, or what they leave, would take
-    more memory than all else that a block keeps. So they are computed again in the backward, and this hash takes fewer
-    operations than torch's generator.
-    """
-
-    recompute_if_compiled = True
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not (self.training and torch.compiler.is_compiling()):
-            return super().forward(input)
-        seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=input.device)
-        return _drop(input, seed, self.p)
-
-
-def _drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Drops places by 31 random bits of each: a multiple of its index, folded and multiplied in 32 bits.
-
-    The multiple is odd, so no two places have the same bits; and it is another for each seed, so the masks of two
-    adapters are not the same numbers, shifted.
-    """
-    columns, multiple = input.shape[-1], seed * 2 + 1
-    rows = torch.arange(input.numel() // columns, dtype=torch.int32, device=input.device) * columns * multiple + seed
-    # The seed comes in before rows and columns meet: torch would keep a large tensor that several adapters share.
-    bits = rows[:, None] + torch.arange(columns, dtype=torch.int32, device=input.device) * multiple
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
-    bits = (bits ^ bits >> 16) & 0x7FFFFFFF
-    # A product and not torch.where, whose condition torch would keep.
-    return input * (bits >= round(p * 2**31)).to(input.dtype).view_as(input) * (1 / (1 - p))
 
 
 class AdaptedLayer(nn.Module):
@@ -123,11 +98,14 @@ class AdaptedLinear(LowRankLayer):
     """Sums a tensor over the ranks that share the inputs of this layer, if tensor parallelism splits them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
-        dropped = self.lora_dropout[ADAPTER](x)
-        # Autocast casts by itself; to widen the input first would only cost time.
-        inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
-        update = second(first(inputs))
+        first, second, dropout = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.lora_dropout[ADAPTER]
+        if isinstance(dropout, AdapterDropout) and dropout.drops_fused and not self.lora_magnitude_vector:
+            update = second(first(x, dropout.p))
+        else:
+            dropped = dropout(x)
+            # Autocast casts by itself; to widen the input first would only cost time.
+            inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
+            update = second(first(inputs))
         # The base comes last: a recomputation ends where the last tensor is kept for the backward, which is one of the
         # adapter's, so it does not repeat the base's product in the last layer of a block.
         result: Tensor = super().forward(x)

@@ -19,6 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shoal.tensors import why_no_triton
+from shoal.torch_private import is_fake
+
 Part = Literal["weight", "statistics"]
 """The tensors of a quantised matrix."""
 Shape = tuple[int, int]
@@ -30,6 +33,7 @@ NESTED_BLOCK = 256
 """The number of scales that share a scale of their own, if scales are quantised, too."""
 NESTED_CODES = 256
 """The number of values that a scale in 8 bits can have."""
+_BLOCKS_EACH = 64  # that a program of the GPU's kernel computes
 _CHUNK = 1 << 18  # so many numbers stay in a CPU's cache while they are compared
 
 
@@ -118,22 +122,28 @@ class FourBit:
 
     def scales(self, statistics: Tensor, shape: Shape) -> Tensor:
         """Returns the scales of all blocks in float32, from the tensor `statistics`."""
-        blocks = ceil(prod(shape) / BLOCK)
-        data = statistics.view(torch.uint8)
         if not self.double:
-            return data[: 4 * blocks].view(torch.float32)
-        num_nested = ceil(blocks / NESTED_BLOCK)
-        end = 4 * (NESTED_CODES + num_nested + 1)
-        values, nested_scales, offset = data[:end].view(torch.float32).split([NESTED_CODES, num_nested, 1])
+            return statistics.view(torch.uint8)[: 4 * ceil(prod(shape) / BLOCK)].view(torch.float32)
         from bitsandbytes import functional
 
+        codes, values, nested_scales, offset = self._nested_parts(statistics, shape)
         scales: Tensor = functional.dequantize_blockwise(
-            data[end : end + blocks], absmax=nested_scales, code=values, blocksize=NESTED_BLOCK
+            codes, absmax=nested_scales, code=values, blocksize=NESTED_BLOCK
         )
         return scales.add_(offset)
 
+    def _nested_parts(self, statistics: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns what `nested` returned, from the tensor `statistics`."""
+        data, blocks = statistics.view(torch.uint8), ceil(prod(shape) / BLOCK)
+        num_nested = ceil(blocks / NESTED_BLOCK)
+        end = 4 * (NESTED_CODES + num_nested + 1)
+        values, nested_scales, offset = data[:end].view(torch.float32).split([NESTED_CODES, num_nested, 1])
+        return data[end : end + blocks], values, nested_scales, offset
+
     def dequantise(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Returns the matrix that the tensors stand for, in a dtype."""
+        if _has_kernel(weight):
+            return self._dequantise_in_triton(weight, statistics, shape, dtype)
         from bitsandbytes import functional
 
         # As one row of whole bytes: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole
@@ -143,6 +153,27 @@ class FourBit:
         state = functional.QuantState(self.scales(statistics, shape), row, None, BLOCK, self.quant_type, dtype)
         numbers: Tensor = functional.dequantize_4bit(packed, state)
         return numbers.view(-1)[: prod(shape)].view(shape)
+
+    def _dequantise_in_triton(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        from shoal.quantised import triton_kernels
+
+        packed, count = weight.reshape(-1).view(torch.uint8), ceil(prod(shape) / 2)
+        numbers = torch.empty(2 * count, dtype=dtype, device=weight.device)
+        scales = self._nested_parts(statistics, shape) if self.double else (self.scales(statistics, shape),) * 4
+        programs = ceil(count / (BLOCK // 2 * _BLOCKS_EACH))
+        triton_kernels.dequantise[(programs,)](
+            packed,
+            _values(self.quant_type, weight.device),
+            *scales,
+            numbers,
+            count,
+            DOUBLE=self.double,
+            BLOCK_BYTES=BLOCK // 2,
+            NESTED_BLOCK=NESTED_BLOCK,
+            BLOCKS=_BLOCKS_EACH,
+            enable_fp_fusion=False,
+        )
+        return numbers[: prod(shape)].view(shape)
 
     def describe(self) -> str:
         """Returns what the scheme is, for the report."""
@@ -227,6 +258,20 @@ def block_maxima(numbers: Tensor) -> Tensor:
     if whole < numbers.numel():
         maxima = torch.cat([maxima, numbers[whole:].abs().amax().float().clamp(min=1e-38)[None]])
     return maxima
+
+
+@cache
+def _values(quant_type: str, device: torch.device) -> Tensor:
+    """Returns the 16 values of a type on a device."""
+    from bitsandbytes.functional import get_4bit_type
+
+    values: Tensor = get_4bit_type(quant_type, device=device)
+    return values
+
+
+def _has_kernel(weight: Tensor) -> bool:
+    """Returns whether the kernel of this package dequantises; torch.compile knows bitsandbytes' operators instead."""
+    return why_no_triton(weight.device) is None and not torch.compiler.is_compiling() and not is_fake(weight)
 
 
 @cache

@@ -41,7 +41,7 @@ from shoal.strategies.own_time import OwnTime
 from shoal.strategies.update import Update, check_separate
 from shoal.tensors import is_on_host, map_tensors
 from shoal.torch_private import set_group_timeout
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing, recompute_within_compiled
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import CompiledModules
 from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
@@ -482,7 +482,6 @@ class DistributedStrategy(ABC):
             blocks = [model.get_submodule(name) for name in engaged.checkpointed_modules]
             engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
         if engaged.compiled:
-            recompute_within_compiled(model, engaged.checkpointed_modules)
             engaged.compiled.compile()
 
     def _own_state(self) -> dict[str, Tensor]:

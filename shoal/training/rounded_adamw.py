@@ -125,7 +125,7 @@ class RoundedAdamW(Optimizer):
         states = [self._state_of(parameter) for parameter in parameters.values()]
         counts = [state["step"] for state in states]
         skipped = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
-        foreach_add_(counts, 1 - skipped)
+        foreach_add_(counts, [1 - skipped] * len(counts))  # torch would wait for the device to read one number
         taken, skip = torch.stack(counts), skipped.bool()
         factors = self._factors(group, taken).unbind()
         places = [self._place(p, f"{number}.{index}") for index, p in parameters.items()]

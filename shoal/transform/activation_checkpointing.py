@@ -5,7 +5,7 @@ It is a layer around the block's forward, so names stay as they are and hooks on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEY = "training.activation_checkpointing"
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "shoal::multiply_4bit"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+_PRODUCTS |= {"shoal::multiply_4bit", "shoal::dropped_product"}
 
 
 def apply_activation_checkpointing(
@@ -61,19 +62,6 @@ def apply_activation_checkpointing(
     return chosen
 
 
-def recompute_within_compiled(model: nn.Module, recomputed: Sequence[str]) -> None:
-    """Makes modules with `recompute_if_compiled = True`, such as the dropout of adapters, compute again in the backward
-    of a compiled block what they would otherwise keep for it.
-
-    Modules that are `recomputed` as a whole do so without this; they are left out because torch 2.11 keeps much of a
-    recomputation that is inside of another.
-    """
-    for name, module in model.named_modules():
-        inside = any(f"{name}.".startswith(f"{outer}.") for outer in recomputed)
-        if getattr(module, "recompute_if_compiled", False) and not inside:
-            add_layer(module, _recompute_if_compiled)
-
-
 def num_recomputed() -> int:
     """Returns how many modules this process recomputed, as proof that it engaged; compiled ones do not count."""
     return _Recomputing.times
@@ -87,10 +75,6 @@ def _recompute_all(
         return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
     contexts = partial(_watched, with_state_of)
     return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
-
-
-def _recompute_if_compiled(forward: Callable[..., Any], *args: Any) -> Any:
-    return _recompute_all(forward, *args) if torch.compiler.is_compiling() else forward(*args)
 
 
 def _recompute_some(

@@ -15,10 +15,11 @@ from shoal.errors import UserError
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import add_adapters, is_adapter_tensor, merge_adapters
 from shoal.lora.config import OTHER_NAMES
-from shoal.lora.layers import _drop
+from shoal.lora.dropout import drop, dropped_product, kept_places
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, name_in_model
 from shoal.lora.trained_tokens import token_indices
 from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.transform.kernels import apply_kernels
 from shoal.weights import build, materialise
 
 transformers = pytest.importorskip("transformers")
@@ -284,17 +285,74 @@ def test_a_type_for_frozen_weights_needs_some() -> None:
         check_run({**tree, "training": {"max_steps": 1}})
 
 
-def test_places_are_dropped_independently_in_compiled_code() -> None:
+def test_places_are_dropped_independently() -> None:
     """At the right rate, and no row is dropped like a part of another one, nor one adapter like another one."""
-    p, ones = 0.5, torch.ones(64, 96)  # 96 is no power of 2
-    one, other = (_drop(ones, torch.tensor(seed, dtype=torch.int32), p) != 0 for seed in (2023406814, 2023406815))
+    p, shape = 0.5, (64, 96)  # 96 is no power of 2
+    one, other = (kept_places(shape, torch.tensor(seed), p) for seed in (2023406814, 2023406815))
     for mask in (one, other):
         assert abs(mask.double().mean().item() - p) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
-    for shift in range(48):
-        left, right = one[:, shift:], one[:, : 96 - shift]
-        same = (left[:, None] == right[None]).double().mean(-1)
-        if shift == 0:
-            same.fill_diagonal_(0.5)
-        assert same.max() < 0.95
+    for mask in (one, one.mT):
+        for shift in range(48):
+            left, right = mask[:, shift:], mask[:, : mask.shape[1] - shift]
+            same = (left[:, None] == right[None]).double().mean(-1)
+            if shift == 0:
+                same.fill_diagonal_(0.5)
+            if left.shape[1] >= 48:
+                assert same.max() < 0.95
     assert abs((one == other).double().mean().item() - 0.5) < 0.03
-    assert torch.equal(_drop(ones, torch.tensor(7, dtype=torch.int32), 0.0), ones)
+    assert kept_places(shape, torch.tensor(7), 0.0).all()
+
+
+def test_pairs_of_rows_are_dropped_as_often_as_chance_would() -> None:
+    """Rows and columns are hashed apart and then mixed; a weak mix would show in the number of common places."""
+    rate, rows, columns = 0.05, 512, 4096
+    dropped = ~kept_places((rows, columns), torch.tensor(99), rate)
+    for mask in (dropped, dropped.mT):
+        common = mask.double() @ mask.double().mT
+        common = common[~torch.eye(len(mask), dtype=torch.bool)]
+        expected = rate**2 * mask.shape[1]
+        assert common.mean() == pytest.approx(expected, rel=0.02)
+        assert common.var() == pytest.approx(expected, rel=0.1)  # as a Poisson number
+
+
+def test_the_fused_dropout_has_the_gradients_of_a_mask() -> None:
+    """Also where a layer computes beside its dropped inputs, as DoRA's does; and the operators are as torch wants."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    seed, p = torch.tensor(5), 0.3
+    mask = kept_places(x.shape, seed, p) / (1 - p)
+    found = dropped_product(x, weight, seed, p)
+    expected = (x * mask) @ weight.mT
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(found)
+    for one, other in zip(*(torch.autograd.grad(y, (x, weight), gradient) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.autograd.grad(drop(x, seed, p).sum(), x)[0], mask)
+    torch.library.opcheck(torch.ops.shoal.dropped_product.default, (x, weight, seed, p))
+    torch.library.opcheck(torch.ops.shoal.drop.default, (x, seed, p))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_fused_adapters_drop_in_training_alone(dora: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    add_adapters(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], use_dora=dora))
+    torch.nn.init.normal_(model.get_parameter("0.lora_B.default.weight"), std=0.3)
+    if dora:
+        torch.nn.init.ones_(model.get_parameter("0.lora_magnitude_vector.default.weight"))
+    assert len(apply_kernels(model, "fused", torch.device("cpu"))) == 1
+    x = torch.randn(64, 32)
+    model.train()
+    trained = [model(x) for _ in range(2)]
+    assert not torch.equal(*trained)
+    mean = torch.stack([model(x) for _ in range(400)]).mean(0)
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    assert (mean - model(x)).norm() < 0.2 * (trained[0] - model(x)).norm()
+
+
+def test_fused_kernels_need_a_dropout() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    add_adapters(model, LoraConfig(r=4, target_modules=["0"]))
+    with pytest.raises(UserError, match=r"training.kernels = fused: Sequential has no module with a fused path"):
+        apply_kernels(model, "fused", torch.device("cpu"))

@@ -1,0 +1,265 @@
+"""The dropout of adapters, and the product of dropped inputs with an adapter's first matrix as one operator.
+
+Each adapter of a block drops other places of its inputs. Kept for the backward, their masks and what these leave would
+take more memory than all else that a block keeps. So the operators here drop by a hash of the place and of one random
+number, which the backward computes again. On CUDA devices they are kernels in Triton that read the inputs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+from shoal.tensors import why_no_triton
+
+MAX_RANK = 128
+"""The largest rank that the kernels compute; their tiles hold all of it."""
+_BITS = 0xFFFFFFFF
+
+
+class AdapterDropout(nn.Dropout):
+    """Drops as nn.Dropout does; with `training.kernels: fused` by the operators of this file."""
+
+    fused = False
+
+    def use_fused_kernels(self) -> None:
+        """Makes the dropout one operation with the product that follows."""
+        self.fused = True
+
+    def describe_kernels(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Returns whether kernels in Triton compute, and if not, why."""
+        reason = why_not(device, dtype)
+        return "in Triton" if reason is None else f"in PyTorch: {reason}"
+
+    @property
+    def drops_fused(self) -> bool:
+        """True if the next forward drops by an operator of this file."""
+        return self.fused and self.training
+
+    def forward(self, input: Tensor) -> Tensor:
+        return drop(input, draw_seed(input.device), self.p) if self.drops_fused else super().forward(input)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Returns the random number that decides what one dropout drops; torch's generator decides it."""
+    return torch.randint(2**31 - 1, (), device=device)
+
+
+def why_not(device: torch.device, dtype: torch.dtype, rank: int = 16) -> str | None:
+    """Returns why the kernels cannot compute a product of this type with an adapter, or None if they can."""
+    if reason := why_no_triton(device):
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels compute in bf16 and fp16, and this run in {str(dtype).removeprefix('torch.')}"
+    if rank > MAX_RANK:
+        return f"the kernels compute ranks up to {MAX_RANK}, and this one is {rank}"
+    return None
+
+
+def kept_places(shape: Sequence[int], seed: Tensor, p: float) -> Tensor:
+    """Returns which places of a tensor (…, columns) are kept, as the kernels do, in plain PyTorch.
+
+    Each row and each column has an odd random number, and a place is kept if their product, in 32 bits, is not too
+    small. The numbers of columns are always the same; those of rows depend on the seed.
+    """
+    rows = _hashed(torch.arange(prod(shape[:-1]), device=seed.device) ^ seed.to(torch.int64)) | 1
+    columns = column_numbers(shape[-1], seed.device).to(torch.int64)
+    return ((rows[:, None] * columns & _BITS) >= _threshold(p)).view(*shape)
+
+
+@cache
+def column_numbers(width: int, device: torch.device) -> Tensor:
+    """Returns the odd random numbers of columns, as the bits of int32."""
+    with torch.inference_mode(False):  # it is kept for later
+        bits = _hashed(torch.arange(width) ^ 0x5851F42D) | 1
+        return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).to(device)
+
+
+def _hashed(bits: Tensor) -> Tensor:
+    bits = bits & _BITS
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D & _BITS
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B & _BITS
+    return bits ^ (bits >> 16)
+
+
+def _threshold(p: float) -> int:
+    """Returns the number of the 2³² hashes that drop a place."""
+    return min(round(p * 2**32), _BITS)
+
+
+@custom_op("shoal::drop", mutates_args=())
+def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Returns the input with some places 0 and the others divided by 1 - p. Keeps nothing but the seed."""
+    if why_not(input.device, input.dtype) is not None:
+        return input * kept_places(input.shape, seed, p) * (1 / (1 - p))
+    from shoal.lora import triton_kernels
+
+    x = input.reshape(-1, input.shape[-1]).contiguous()
+    out, (tokens, width) = torch.empty_like(x), x.shape
+    tiles = _tiles(tokens, 16), _tiles(width, 256)
+    triton_kernels.drop[tiles](
+        x, seed, column_numbers(width, x.device), out, tokens, width, 1 / (1 - p), _threshold(p), ROWS=16, COLUMNS=256
+    )
+    return out.view(input.shape)
+
+
+@drop.register_fake
+def _(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, ctx.p = inputs
+    ctx.save_for_backward(seed)
+
+
+drop.register_autograd(
+    lambda ctx, gradient: (drop(gradient, *ctx.saved_tensors, ctx.p), None, None), setup_context=_keep_seed
+)
+
+
+@custom_op("shoal::dropped_product", mutates_args=())
+def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Returns dropout(input) @ weight.T for a weight (rank, width). Keeps input, weight and seed for the backward."""
+    rank, width = weight.shape
+    if why_not(input.device, input.dtype, rank) is not None:
+        return F.linear(drop(input, seed, p), weight)
+    from shoal.lora import triton_kernels
+
+    x = input.reshape(-1, width).contiguous()
+    out, tokens = x.new_empty(len(x), rank), len(x)
+    options = {"RANK": _padded(rank), "ROWS": 64, "COLUMNS": 128, "STAGES": 4, "num_warps": 4}
+    triton_kernels.product[(_tiles(tokens, 64),)](
+        x,
+        weight.contiguous(),
+        seed,
+        column_numbers(width, x.device),
+        out,
+        tokens,
+        width,
+        rank,
+        1 / (1 - p),
+        _threshold(p),
+        **options,
+    )
+    return out.view(*input.shape[:-1], rank)
+
+
+@dropped_product.register_fake
+def _(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(weight))
+
+
+@custom_op("shoal::dropped_product_to_weight", mutates_args=())
+def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Returns the gradient of the weight."""
+    rank, width = gradient.shape[-1], input.shape[-1]
+    if why_not(input.device, input.dtype, rank) is not None:
+        return gradient.reshape(-1, rank).mT @ drop(input, seed, p).reshape(-1, width)
+    from shoal.lora import triton_kernels
+
+    x, outputs = input.reshape(-1, width).contiguous(), gradient.reshape(-1, rank).contiguous()
+    rows, columns = 128, 64
+    tiles = _tiles(width, columns)
+    tokens = len(x)
+    # Enough programs for a large GPU, whatever its size: the sum must not depend on it.
+    num_parts = max(1, min(_tiles(256, tiles), _tiles(tokens, rows)))
+    rows_each = _tiles(_tiles(tokens, num_parts), rows) * rows
+    parts = x.new_empty(num_parts, rank, width, dtype=torch.float32)
+    options = {"RANK": _padded(rank), "ROWS": rows, "COLUMNS": columns, "STAGES": 3, "num_warps": 4}
+    triton_kernels.product_backward_weight[(tiles, num_parts)](
+        x,
+        outputs,
+        seed,
+        column_numbers(width, x.device),
+        parts,
+        tokens,
+        width,
+        rank,
+        rows_each,
+        1 / (1 - p),
+        _threshold(p),
+        **options,
+    )
+    return parts.sum(0).to(input.dtype)
+
+
+@_to_weight.register_fake
+def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tensor:
+    return input.new_empty(gradient.shape[-1], input.shape[-1])
+
+
+@custom_op("shoal::dropped_product_to_input", mutates_args=())
+def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Returns the gradient of the input."""
+    rank, width = weight.shape
+    if why_not(gradient.device, gradient.dtype, rank) is not None:
+        return drop(gradient @ weight, seed, p)
+    from shoal.lora import triton_kernels
+
+    outputs = gradient.reshape(-1, rank).contiguous()
+    tokens, rows, columns = len(outputs), 128, 64
+    out = outputs.new_empty(tokens, width)
+    tiles = _tiles(width, columns), _tiles(tokens, rows)
+    options = {"RANK": _padded(rank), "ROWS": rows, "COLUMNS": columns, "num_warps": 4}
+    triton_kernels.product_backward_input[tiles](
+        outputs,
+        weight.contiguous(),
+        seed,
+        column_numbers(width, out.device),
+        out,
+        tokens,
+        width,
+        rank,
+        1 / (1 - p),
+        _threshold(p),
+        **options,
+    )
+    return out.view(*gradient.shape[:-1], width)
+
+
+@_to_input.register_fake
+def _(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.p = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, seed = ctx.saved_tensors
+    to_input = _to_input(gradient, weight, seed, ctx.p) if ctx.needs_input_grad[0] else None
+    to_weight = _to_weight(input, gradient, seed, ctx.p) if ctx.needs_input_grad[1] else None
+    return to_input, to_weight, None, None
+
+
+dropped_product.register_autograd(_product_backward, setup_context=_keep_for_backward)
+
+
+def _tiles(size: int, of: int) -> int:
+    return -(-size // of)
+
+
+def _padded(rank: int) -> int:
+    """Returns the columns of a tile that holds the rank: a power of 2, and no less than a product on the chip needs."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+@register_flop_formula([torch.ops.shoal.dropped_product, torch.ops.shoal.dropped_product_to_input])
+def _(left: tuple[int, ...], weight: tuple[int, ...], *args: Any, **options: Any) -> int:
+    return 2 * prod(left[:-1]) * prod(weight)
+
+
+@register_flop_formula(torch.ops.shoal.dropped_product_to_weight)
+def _(input: tuple[int, ...], gradient: tuple[int, ...], *args: Any, **options: Any) -> int:
+    return 2 * prod(input) * gradient[-1]

@@ -1,0 +1,184 @@
+"""Triton kernels of an adapter's dropout: products of dropped inputs that are never written to memory.
+
+The inputs of adapters are as large as all else that a block computes with, and each of the seven adapters of a block
+drops other places. A kernel reads the inputs, drops while they are on the chip, and multiplies. `kept_places` in
+dropout.py says in PyTorch which places are kept; the backward computes that again and needs no mask.
+Shapes: x (tokens, width), weight (rank, width), column_numbers (width,). Sums are kept in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_numbers(rows, seed):
+    """Returns an odd random number for each row: a hash of its index and of the seed."""
+    bits = rows.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return (bits ^ (bits >> 16)) | 1
+
+
+_KEEP_TWO: tl.constexpr = tl.constexpr("""{
+    .reg .pred first, second;
+    .reg .b32 low, high;
+    setp.ge.u32 first, $2, $4;
+    setp.ge.u32 second, $3, $5;
+    selp.b32 low, 0x0000FFFF, 0, first;
+    selp.b32 high, 0xFFFF0000, 0, second;
+    lop3.b32 $0, low, high, $1, 0xA8;
+}""")
+"""Sets those of two neighbours of 16 bits to 0 whose random number is below the threshold: (low | high) & values."""
+
+
+@triton.jit
+def _dropped(values, row_numbers, column_numbers, THRESHOLD: tl.constexpr):
+    """Returns the values of a tile in 16 bits, with 0 in the places that are dropped.
+
+    These kernels wait for arithmetic, so it is one product for a place, and two places at a time afterwards. Triton's
+    own `where` would take numbers of 16 bits out of their registers and put them back.
+    """
+    numbers = row_numbers[:, None] * column_numbers[None, :].to(tl.uint32)
+    threshold = tl.full((1, 1), THRESHOLD, tl.uint32)
+    return tl.inline_asm_elementwise(
+        _KEEP_TWO, "=r,r,r,r,r,r", [values, numbers, threshold], values.dtype, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def drop(
+    x,
+    seed,
+    column_numbers,
+    out,
+    tokens,
+    width,
+    scale,
+    THRESHOLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out = dropout(x). Programs: (tiles of tokens, tiles of columns)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    places = rows[:, None].to(tl.int64) * width + columns[None, :]
+    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    values = tl.load(x + places, mask=inside, other=0.0)
+    values = (values.to(tl.float32) * scale).to(out.dtype.element_ty)
+    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+    tl.store(out + places, _dropped(values, _row_numbers(rows, seed), numbers, THRESHOLD), mask=inside)
+
+
+@triton.jit
+def product(
+    x,
+    weight,
+    seed,
+    column_numbers,
+    out,
+    tokens,
+    width,
+    rank,
+    scale,
+    THRESHOLD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out = dropout(x) @ weight.T, (tokens, rank). Programs: (tiles of tokens,). RANK is a power of 2, at least 16."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    row_numbers = _row_numbers(rows, seed)
+    starts = rows.to(tl.int64) * width
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = columns[None, :] < width
+        inputs = tl.load(x + starts[:, None] + columns[None, :], mask=(rows < tokens)[:, None] & inside, other=0.0)
+        factor = tl.load(
+            weight + ranks[:, None] * width + columns[None, :], mask=(ranks < rank)[:, None] & inside, other=0.0
+        )
+        numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+        inputs = _dropped(inputs, row_numbers, numbers, THRESHOLD)
+        total = tl.dot(inputs, tl.trans(factor), total)
+    places = rows[:, None].to(tl.int64) * rank + ranks[None, :]
+    result = (total * scale).to(out.dtype.element_ty)
+    tl.store(out + places, result, mask=(rows < tokens)[:, None] & (ranks < rank)[None, :])
+
+
+@triton.jit
+def product_backward_weight(
+    x,
+    gradient,
+    seed,
+    column_numbers,
+    out,
+    tokens,
+    width,
+    rank,
+    rows_each,
+    scale,
+    THRESHOLD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out[part] = gradient.T @ dropout(x) over some of the tokens, (rank, width) in float32.
+
+    The parts are added up afterwards, in a fixed order, so that equal runs have equal bits. Programs: (tiles of
+    columns, parts); a part has `rows_each` tokens.
+    """
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    ranks = tl.arange(0, RANK)
+    inside = columns[None, :] < width
+    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+    total = tl.zeros((RANK, COLUMNS), tl.float32)
+    for first in tl.range(part * rows_each, (part + 1) * rows_each, ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        exists = (rows < tokens)[:, None]
+        row = rows[:, None].to(tl.int64)
+        inputs = tl.load(x + row * width + columns[None, :], mask=exists & inside, other=0.0)
+        outputs = tl.load(gradient + row * rank + ranks[None, :], mask=exists & (ranks < rank)[None, :], other=0.0)
+        inputs = _dropped(inputs, _row_numbers(rows, seed), numbers, THRESHOLD)
+        total = tl.dot(tl.trans(outputs), inputs, total)
+    places = (part * rank + ranks)[:, None].to(tl.int64) * width + columns[None, :]
+    tl.store(out + places, total * scale, mask=(ranks < rank)[:, None] & inside)
+
+
+@triton.jit
+def product_backward_input(
+    gradient,
+    weight,
+    seed,
+    column_numbers,
+    out,
+    tokens,
+    width,
+    rank,
+    scale,
+    THRESHOLD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out = gradient @ weight where places are kept, else 0; (tokens, width).
+
+    Programs: (tiles of columns, tiles of tokens).
+    """
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    row, exists, inside = rows[:, None].to(tl.int64), (rows < tokens)[:, None], columns[None, :] < width
+    outputs = tl.load(gradient + row * rank + ranks[None, :], mask=exists & (ranks < rank)[None, :], other=0.0)
+    factor = tl.load(
+        weight + ranks[:, None] * width + columns[None, :], mask=(ranks < rank)[:, None] & inside, other=0.0
+    )
+    result = (tl.dot(outputs, factor) * scale).to(out.dtype.element_ty)
+    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+    result = _dropped(result, _row_numbers(rows, seed), numbers, THRESHOLD)
+    tl.store(out + row * width + columns[None, :], result, mask=exists & inside)
