@@ -23,4 +23,15 @@ def import_bitsandbytes(key: str) -> Any:
         raise UserError(f"{key}: bitsandbytes cannot be loaded: {error}; run `python -m bitsandbytes`") from None
     finally:
         logger.setLevel(level)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_only_once)
     return bitsandbytes
+
+
+_seen = set[str]()
+
+
+def _only_once(record: logging.LogRecord) -> bool:
+    """Lets each warning of bitsandbytes' layers pass once. It has one about casts in every call of an 8-bit layer."""
+    first = record.getMessage() not in _seen
+    _seen.add(record.getMessage())
+    return first

@@ -22,7 +22,10 @@ import shoal
 from shoal.config import check_run, load_run
 from shoal.config.schema import TrainingConfig
 from shoal.launch.spawn import run_function
+from shoal.lora import dropout
 from shoal.models.bdh.triton_heads import why_not
+from shoal.quantised import FourBit, schemes
+from shoal.quantised.layers import PARTS
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.torch_private import compile_counts
@@ -36,6 +39,7 @@ from shoal.weights import build
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 
@@ -338,6 +342,77 @@ def test_the_kernels_of_bdh_are_as_near_to_float64_as_plain_bf16(
         f"BDH in Triton beside float64: {size}",
         f"{max(a / b for a, b in errors.values()):.2f} times the error of plain bf16",
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank", "p", "dtype"),
+    [(2048, 4096, 64, 0.05, "bfloat16"), (300, 1000, 8, 0.3, "bfloat16"), (77, 264, 100, 0.1, "float16")],
+)
+def test_the_kernels_of_adapters_drop_what_plain_code_drops(
+    note: Callable[[str, str], None], tokens: int, width: int, rank: int, p: float, dtype: str
+) -> None:
+    """Values and gradients beside float64, with the mask that PyTorch computes."""
+    kind, device = getattr(torch, dtype), torch.device("cuda")
+    assert dropout.why_not(device, kind, rank) is None
+    torch.manual_seed(0)
+    x = torch.randn(tokens, width, device=device, dtype=kind, requires_grad=True)
+    weight = torch.randn(rank, width, device=device, dtype=kind, requires_grad=True)
+    seed = torch.tensor(777123, device=device)
+    mask = dropout.kept_places(x.shape, seed, p).double() / (1 - p)
+    y = dropout.dropped_product(x, weight, seed, p)
+    to_y = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, (x, weight), to_y), dropout.drop(x, seed, p)]
+    dropped, gradient = x.double().detach() * mask, to_y.double()
+    right = [dropped @ weight.double().mT, gradient @ weight.double() * mask, gradient.mT @ dropped, dropped]
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, right, strict=True)]
+    assert max(errors) < (0.003 if kind == torch.bfloat16 else 0.0004)
+    assert torch.equal(found[3] == 0, right[3].detach() == 0)
+    note(f"dropout of adapters in Triton: {tokens} × {width}, rank {rank}, {dtype}", f"errors up to {max(errors):.1e}")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_the_kernel_of_4_bit_weights_gives_the_numbers_of_bitsandbytes(
+    note: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, quant_type: Any, double: bool
+) -> None:
+    scheme = FourBit(quant_type, double)
+    for shape in ((1024, 512), (1000, 100), (33, 7)):
+        matrix = torch.randn(shape, device="cuda")
+        weight, statistics = (scheme.quantise(part, matrix) for part in PARTS)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            by_kernel = scheme.dequantise(weight, statistics, shape, dtype)
+            with monkeypatch.context() as patched:
+                patched.setattr(schemes, "_has_kernel", lambda weight: False)
+                assert torch.equal(by_kernel, scheme.dequantise(weight, statistics, shape, dtype)), (shape, dtype)
+    note(f"4-bit weights in Triton: {quant_type}{', quantised scales' * double}", "the bits of bitsandbytes")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(
+    ("name", "model_keys", "training"),
+    [
+        ("4 bits, compiled", {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"compile": True}),
+        ("4 bits, paged", {"load_in_4bit": True}, {"optimizer": "paged_adamw_32bit", **LEAN}),
+        ("8 bits, adamw_8bit", {"load_in_8bit": True}, {"optimizer": "adamw_8bit"}),
+    ],
+)
+def test_qlora_trains(
+    tmp_path: Path,
+    note: Callable[[str, str], None],
+    name: str,
+    model_keys: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    tree = llama(tmp_path, mixed_precision="bf16", **training)
+    tree["model"] |= {**model_keys, "dtype": "bf16"}
+    tree["lora"] = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.05}
+    outcome = train(check_run(tree))
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "dropout" in report
+    assert "in Triton" in report
+    assert outcome.metrics["train/loss"] < 6.1  # from 6.24 = ln 512; the base is random and frozen
+    note(f"QLoRA, {name}, 30 steps", f"loss 6.24 → {outcome.metrics['train/loss']:.3f}")
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])

@@ -74,6 +74,15 @@ def test_8_bits_are_those_of_bitsandbytes() -> None:
         assert torch.equal(mine, other)
 
 
+def test_8_bit_layers_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """bitsandbytes warns in every call that bf16 is cast, which floods a run's console."""
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantise_layers(model, EightBit(), set(), "model.load_in_8bit")
+    for _ in range(3):
+        model(torch.randn(2, 64).bfloat16())
+    assert len([record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]) <= 1
+
+
 def test_numbers_do_not_depend_on_threads() -> None:
     matrix, scheme = torch.randn(512, 5120), FourBit(double=True)
     threads = torch.get_num_threads()
