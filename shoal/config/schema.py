@@ -114,9 +114,10 @@ class TrainingConfig(Section):
     compile: bool = False
     """Compile each block with torch.compile."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
-    """How modules with a fused path compute; of shoal's models only BDH has some. `plain`: by the model's own code.
-    `fused`: with a backward of their own, which keeps less and computes less, on Hopper GPUs in Triton; refused for
-    models without it. `auto`: `fused` on CUDA devices. See [choosing.md](choosing.md#less-memory-for-activations)."""
+    """How modules with a fused path compute: the heads of BDH, and adapters with dropout. `plain`: by their own code.
+    `fused`: by operators that keep less for the backward, in Triton on GPUs that the kernels fit; refused for models
+    without such modules. `auto`: `fused` on CUDA devices. See
+    [choosing.md](choosing.md#less-memory-for-activations)."""
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, short_for("mode")] = (
         ActivationCheckpointingConfig()
     )

@@ -64,6 +64,21 @@ def test_recomputed_blocks_train_all_adapters(root: Path, base: Path, mode: str)
     assert f"recomputed   2 modules, {mode}" in (root / mode / "report.txt").read_text().replace("    ", "   ")
 
 
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fused_dropout_is_recomputed_as_it_was(root: Path, base: Path, dora: bool) -> None:
+    found = []
+    for mode in ("none", "full"):
+        name, lora = f"fused_{mode}_{dora}", {**DORA, "r": 2, "use_dora": dora}
+        train(check_run(tree_for(root, base, lora, name, activation_checkpointing=mode, kernels="fused")))
+        found.append(weights(root / name, 4))
+    assert len(found[0]) == 14 * (3 if dora else 2)
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=1e-4, atol=1e-5)
+    report = (root / f"fused_full_{dora}" / "report.txt").read_text()
+    assert "fused in 14 modules" in report
+    assert "in PyTorch: Triton needs a CUDA device, and this is cpu" in report
+
+
 def resumed(tree: dict[str, Any], out: str) -> None:
     """Trains one step, and in a second call three more."""
     tree = {**tree, "experiment": {"output_dir": out}, "checkpoint": {"every": 1}}
