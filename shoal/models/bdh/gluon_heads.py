@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The fastest of about eight each, measured on an H200 with 32 × 512 tokens of the published BDH.
-GATE = {"SEQUENCES": 4, "ROWS": 64, "COLUMNS": 32, "STAGES": 4}
-GATE_BACKWARD = {"SEQUENCES": 4, "ROWS": 32, "COLUMNS": 64, "STAGES": 3}
-KEYS_BACKWARD = {"DEPTH": 512, "ROWS": 128, "COLUMNS": 64}
-NUM_WARPS = 8
+# What each of the two groups of warps in a program computes at a time, and how many tiles are loaded ahead.
+ENCODE = {"SEQUENCES": 2, "ROWS": 64, "COLUMNS": 32, "STAGES": 6}
+GATE = {"SEQUENCES": 2, "ROWS": 64, "COLUMNS": 32, "STAGES": 6}
+GATE_BACKWARD = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 3}
+KEYS_BACKWARD = {"DEPTH": 512, "ROWS": 64, "COLUMNS": 64}
 
 
 @cache
@@ -31,10 +31,10 @@ def why_not(embd: int, neurons: int) -> str | None:
     return None
 
 
-def fits(tokens: Tensor, neurons: Tensor) -> bool:
-    """Returns whether `gate` and `gate_backward` can compute for tokens (…, time, embd). Places within a tile of a
-    tensor (heads, batch, time, neurons) are numbers of 32 bits."""
-    return why_not(tokens.shape[-1], neurons.shape[-1]) is None and 4 * neurons[0, 0].numel() < 2**31
+def fits(tokens: Tensor, width: int) -> bool:
+    """Returns whether kernels can compute for tokens (…, time, embd) and so many neurons in a head. Places within a
+    tile of a tensor (heads, batch, time, neurons) are numbers of 32 bits."""
+    return why_not(tokens.shape[-1], width) is None and tokens.shape[-2] * width < 2**31
 
 
 def fits_keys(neurons: Tensor) -> bool:
@@ -43,17 +43,38 @@ def fits_keys(neurons: Tensor) -> bool:
     return why_not(256, width) is None and 256 < time <= 512 and time % 8 == 0
 
 
+def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from shoal.models.bdh import gluon_kernels
+
+    (batch, time, embd), (heads, _, width) = x.shape, encoder.shape
+    neurons, keys = (x.new_empty(heads, batch, time, width) for _ in range(2))
+    sequences, rows, columns, _ = ENCODE.values()
+    gluon_kernels.encode[_tiles(batch, 2 * sequences, time, rows), heads](
+        x.contiguous(),
+        _described(interleaved(encoder).flatten(0, 1), (embd, columns)),
+        *(_described(table.contiguous(), (rows, columns // 2)) for table in (cos, sin)),
+        *_by_pair(neurons, keys),
+        batch,
+        time,
+        width,
+        D=embd,
+        **ENCODE,
+        num_warps=4,
+    )
+    return neurons, keys
+
+
 def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
     from shoal.models.bdh import gluon_kernels
 
     gated, embd = torch.empty_like(neurons), normed.shape[-1]
     heads, batch, time, width = neurons.shape
     sequences, rows, columns, _ = GATE.values()
-    gluon_kernels.gate[_tiles(batch, sequences, time, rows), heads](
-        _described(normed.contiguous().flatten(0, 1), (sequences, rows, embd)),
+    gluon_kernels.gate[_tiles(batch, 2 * sequences, time, rows), heads](
+        normed.contiguous(),
         _described(interleaved(encoder_v).flatten(0, 1), (embd, columns)),
-        _described(neurons.contiguous().flatten(0, 1), (sequences, rows, columns)),
-        gated,
+        _described(neurons.contiguous().flatten(0, 1), (2 * sequences, rows, columns)),
+        *_by_pair(gated),
         seed,
         round(dropout * 65536),
         1 / (1 - dropout),
@@ -63,7 +84,7 @@ def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, see
         D=embd,
         DROPS=dropout > 0,
         **GATE,
-        num_warps=NUM_WARPS,
+        num_warps=4,
     )
     return gated
 
@@ -78,22 +99,20 @@ def gate_backward(
     embd = to_y.shape[-1]
     sequences, rows, columns, _ = GATE_BACKWARD.values()
     in_order = decoder.contiguous().view(-1, 4, 4, 2, embd).transpose(1, 2)
-    gluon_kernels.gate_backward[_tiles(batch, sequences, time, rows), heads](
-        _described(to_y.contiguous(), (sequences, rows, embd)),
+    block = (2 * sequences, rows, columns)
+    gluon_kernels.gate_backward[_tiles(batch, 2 * sequences, time, rows), heads](
+        to_y.contiguous(),
         _described(in_order, (columns // 32, 4, 4, 2, embd)),
-        *(_described(tensor.contiguous().flatten(0, 1), (sequences, rows, columns)) for tensor in (neurons, gated)),
-        cos.contiguous(),
-        sin.contiguous(),
-        to_gates,
-        to_neurons,
-        keys,
+        *(_described(tensor.contiguous().flatten(0, 1), block) for tensor in (neurons, gated)),
+        *(_described(table.contiguous(), (rows, columns // 2)) for table in (cos, sin)),
+        *_by_pair(to_gates, to_neurons, keys),
         scale,
         batch,
         time,
         width,
         D=embd,
         **GATE_BACKWARD,
-        num_warps=NUM_WARPS,
+        num_warps=4,
     )
     return to_gates, to_neurons, keys
 
@@ -106,17 +125,17 @@ def keys_backward(
     result = torch.empty_like(neurons)
     heads, batch, time, width = neurons.shape
     depth, rows, columns = KEYS_BACKWARD.values()
-    blocks = ((1, rows, depth), (1, depth, columns), (1, rows, columns), (1, rows, columns))
-    tensors = (tensor.contiguous().flatten(0, 1) for tensor in (scores, keys, to_neurons, neurons))
-    gluon_kernels.keys_backward[(_tiles(heads * batch, 1, time, rows),)](
+    blocks = ((1, depth, columns), (1, 2 * rows, columns), (1, 2 * rows, columns))
+    tensors = (tensor.contiguous().flatten(0, 1) for tensor in (keys, to_neurons, neurons))
+    gluon_kernels.keys_backward[(_tiles(heads * batch, 1, time, 2 * rows),)](
+        scores.contiguous(),
         *(_described(tensor, block) for tensor, block in zip(tensors, blocks, strict=True)),
-        cos.contiguous(),
-        sin.contiguous(),
-        result,
+        *(_described(table.contiguous(), (2 * rows, columns // 2)) for table in (cos, sin)),
+        *_by_pair(result),
         time,
         width,
         **KEYS_BACKWARD,
-        num_warps=NUM_WARPS,
+        num_warps=4,
     )
     return result
 
@@ -127,6 +146,10 @@ def interleaved(weight: Tensor) -> Tensor:
     Of 32 columns 8q + 2j + e (q and j below 4, e below 2), the tensor cores give 8j + 2q + e to thread q.
     """
     return weight.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
+
+
+def _by_pair(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.view(torch.int32) for tensor in tensors]
 
 
 def _tiles(batch: int, sequences: int, time: int, rows: int) -> int:

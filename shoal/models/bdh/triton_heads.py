@@ -151,6 +151,8 @@ def _gradients(
 @custom_op("shoal::bdh_encode", mutates_args=())
 def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Returns neurons = relu(x @ encoder), and the same rotated."""
+    if gluon_heads.fits(x, encoder.shape[-1]):
+        return gluon_heads.encode(x, encoder, cos, sin)
     from shoal.models.bdh import triton_kernels
 
     (batch, time, embd), (heads, _, width) = x.shape, encoder.shape
@@ -181,7 +183,7 @@ def _(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 @custom_op("shoal::bdh_gate", mutates_args=())
 def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
     """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64."""
-    if gluon_heads.fits(normed, neurons):
+    if gluon_heads.fits(normed, neurons.shape[-1]):
         return gluon_heads.gate(normed, encoder_v, neurons, dropout, seed)
     from shoal.models.bdh import triton_kernels
 
@@ -217,7 +219,7 @@ def gate_backward(
     to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's."""
-    if gluon_heads.fits(to_y, neurons):
+    if gluon_heads.fits(to_y, neurons.shape[-1]):
         return gluon_heads.gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
     from shoal.models.bdh import triton_kernels
 
