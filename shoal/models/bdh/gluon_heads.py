@@ -132,7 +132,7 @@ def keys_backward(
         *(_described(tensor, block) for tensor, block in zip(tensors, blocks, strict=True)),
         *(_described(table.contiguous(), (2 * rows, columns // 2)) for table in (cos, sin)),
         *_by_pair(result),
-        time,
+        time // 8,
         width,
         **KEYS_BACKWARD,
         num_warps=4,

@@ -689,7 +689,7 @@ def _keys_part(
         gl.store(result + i * (COLUMNS // 2) + places, _packed(first, second), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["time"])
+@gluon.jit(do_not_specialize=["eighths"])
 def keys_backward(
     scores,
     keys,
@@ -698,7 +698,7 @@ def keys_backward(
     cos,
     sin,
     result,
-    time,
+    eighths,
     N,
     DEPTH: gl.constexpr,
     ROWS: gl.constexpr,
@@ -709,6 +709,7 @@ def keys_backward(
     Each of the two groups keeps ROWS rows of the scores of a sequence, up to DEPTH columns, while it goes through all
     neurons. Programs next to each other have other rows of the same sequence, and find its keys in the L2 cache.
     """
+    time = eighths * 8  # so that rows of scores are known to begin at multiples of 16 bytes
     tiles = gl.cdiv(time, 2 * ROWS)
     row, sequence = gl.program_id(0) % tiles * (2 * ROWS), gl.program_id(0) // tiles
     rights = gl.allocate_shared_memory(gl.bfloat16, [2, 1, DEPTH, COLUMNS], keys.layout)
