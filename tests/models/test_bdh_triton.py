@@ -13,7 +13,8 @@ from models.bdh_levels import SEED, errors_beside_plain, inputs_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.models.bdh import triton_heads
+from shoal.models.bdh import gluon_heads, triton_heads
+from shoal.models.bdh.gluon_heads import interleaved
 from shoal.models.bdh.model import rotate
 from shoal.models.bdh.triton_heads import TritonHeads, dropout_mask, why_not
 
@@ -40,7 +41,10 @@ def gate_backward(
     return results[0], results[1], results[2]
 
 
-def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def keys_backward(
+    scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    to_keys = (scores.float() @ keys.float()).to(keys.dtype)
     total = rotate(to_keys.float(), cos.float(), -sin.float()) + to_neurons.float()
     return total.where(neurons > 0, 0).to(neurons.dtype)
 
@@ -48,7 +52,7 @@ def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: 
 @pytest.fixture(autouse=True)
 def on_cpus() -> Iterator[None]:
     """The operators compute on the CPU by the functions above. oneDNN is off, as in test_bdh_fused.py."""
-    for function in (encode, gate, gate_backward, neurons_backward):
+    for function in (encode, gate, gate_backward, keys_backward):
         getattr(triton_heads, function.__name__).register_kernel("cpu")(function)
     with torch.backends.mkldnn.flags(enabled=False):
         yield
@@ -101,3 +105,27 @@ def test_the_dropout_mask_is_fair_and_follows_the_seed() -> None:
 )
 def test_reasons_against_the_kernels(device: str, dtype: torch.dtype, reason: str) -> None:
     assert reason in str(why_not(torch.device(device), dtype, 256, 8192))
+
+
+def test_interleaved_columns_come_in_order_from_the_tensor_cores() -> None:
+    """A product leaves columns 8j + 2q and 8j + 2q + 1 with thread q of four, for each j."""
+    columns = interleaved(torch.arange(64).expand(3, 64)).view(3, 2, 4, 4, 2)
+    of_threads = columns.transpose(2, 3).flatten(1)
+    assert of_threads.equal(torch.arange(64).expand(3, 64))
+
+
+@pytest.mark.parametrize(
+    ("found", "embd", "neurons", "reason"),
+    [
+        ("3.6.0", 256, 8192, None),
+        ("3.9.0", 256, 8192, "Triton 3.6; this is 3.9.0"),
+        ("3.6.0", 128, 8192, "n_embd = 256"),
+        ("3.6.0", 256, 192, "a multiple of 128 neurons"),
+    ],
+)
+def test_reasons_against_gluon(
+    monkeypatch: pytest.MonkeyPatch, found: str, embd: int, neurons: int, reason: str | None
+) -> None:
+    monkeypatch.setattr(gluon_heads, "version", lambda package: found)
+    given = gluon_heads.why_not.__wrapped__(embd, neurons)
+    assert given is None if reason is None else reason in str(given)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.models.bdh import gluon_heads
 from shoal.models.bdh.gradients import norm_with_deviation, through_norm
 from shoal.models.bdh.model import Heads, Memory, norm, rotate
 from shoal.models.bdh.triton_heads import TritonHeads, why_not
@@ -30,9 +31,11 @@ class FusedHeads(Heads):
     """
 
     def describe_kernels(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Returns whether kernels in Triton compute, and if not, why."""
-        reason = why_not(device, dtype, self.num_embd, self.num_neurons)
-        return "in Triton" if reason is None else f"in PyTorch: {reason}"
+        """Returns whether kernels in Triton and in Gluon compute, and if not, why."""
+        if reason := why_not(device, dtype, self.num_embd, self.num_neurons):
+            return f"in PyTorch: {reason}"
+        reason = gluon_heads.why_not(self.num_embd, self.num_neurons)
+        return "in Triton and Gluon" if reason is None else f"in Triton, and none in Gluon: {reason}"
 
     def forward(
         self,

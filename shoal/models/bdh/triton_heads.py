@@ -1,5 +1,7 @@
 """The heads of a level on Hopper GPUs: kernels in Triton, and cuBLAS for the other products.
 
+For the sizes of the published BDH, kernels in Gluon (gluon_heads.py) compute some of it in less time.
+
 `Heads` in model.py says what is computed, and fused.py has the same gradients in plain PyTorch. For the backward a
 level keeps two tensors over neurons: neurons, and gated neurons after dropout. Gates are their quotient.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.models.bdh import gluon_heads
 from shoal.models.bdh.gradients import norm_with_deviation, through_norm
 from shoal.models.bdh.model import norm
 
@@ -136,10 +139,9 @@ def _gradients(
     to_attended = through_norm(to_normed, normed, deviation).to(kind)
     to_values = scores.mT @ to_attended
     to_scores = (to_attended @ x.mT).tril(-1)
-    to_keys = (to_scores + to_scores.mT) @ keys  # queries and keys are one tensor
+    to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
+    to_neurons = keys_backward(to_scores, keys, to_neurons, neurons, cos, sin).flatten(1, 2)
     del keys
-    to_neurons = neurons_backward(to_keys, to_neurons, neurons, cos, sin).flatten(1, 2)
-    del to_keys
     to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
     to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(kind).mT).sum(0, dtype=torch.float32)
     to_weights = zip((to_encoder, to_encoder_v, to_decoder), (encoder, encoder_v, decoder), strict=True)
@@ -149,6 +151,8 @@ def _gradients(
 @custom_op("shoal::bdh_encode", mutates_args=())
 def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Returns neurons = relu(x @ encoder), and the same rotated."""
+    if gluon_heads.fits(x, encoder.shape[-1]):
+        return gluon_heads.encode(x, encoder, cos, sin)
     from shoal.models.bdh import triton_kernels
 
     (batch, time, embd), (heads, _, width) = x.shape, encoder.shape
@@ -179,6 +183,8 @@ def _(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 @custom_op("shoal::bdh_gate", mutates_args=())
 def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
     """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64."""
+    if gluon_heads.fits(normed, neurons.shape[-1]):
+        return gluon_heads.gate(normed, encoder_v, neurons, dropout, seed)
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
@@ -213,6 +219,8 @@ def gate_backward(
     to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's."""
+    if gluon_heads.fits(to_y, neurons.shape[-1]):
+        return gluon_heads.gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
@@ -244,15 +252,19 @@ def _(
     return torch.empty_like(neurons), torch.empty_like(neurons), torch.empty_like(neurons)
 
 
-@custom_op("shoal::bdh_neurons_backward", mutates_args=())
-def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of neurons before their ReLU, from that of keys and that through the gating."""
+@custom_op("shoal::bdh_keys_backward", mutates_args=())
+def keys_backward(
+    scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Returns the gradient of neurons before their ReLU: scores @ keys rotated back, and that through the gating."""
+    if gluon_heads.fits_keys(neurons):
+        return gluon_heads.keys_backward(scores, keys, to_neurons, neurons, cos, sin)
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
     result = torch.empty_like(neurons)
     rows = columns = 64
-    tensors = (tensor.flatten(0, 1) for tensor in (to_keys, to_neurons, neurons, result))
+    tensors = (tensor.flatten(0, 1) for tensor in (scores @ keys, to_neurons, neurons, result))
     *inputs, output = (_described(tensor, (1, rows, columns)) for tensor in tensors)
     tables = (_described(table, (rows, columns // 2)) for table in (cos, sin))
     triton_kernels.neurons_backward[(-(-time // rows) * heads * batch, width // columns)](
@@ -261,8 +273,8 @@ def neurons_backward(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: 
     return result
 
 
-@neurons_backward.register_fake
-def _(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@keys_backward.register_fake
+def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.empty_like(neurons)
 
 
@@ -270,6 +282,11 @@ def _(to_keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Te
 def _flops(tokens: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
     heads, rows, columns = weight
     return 2 * tokens[-3] * tokens[-2] * heads * rows * columns
+
+
+@register_flop_formula(torch.ops.shoal.bdh_keys_backward)
+def _(scores: Sequence[int], keys: Sequence[int], *rest: Any, **options: Any) -> int:
+    return 2 * prod(scores) * keys[-1]
 
 
 def dropout_mask(seed: int, shape: Sequence[int], dropout: float) -> Tensor:

@@ -3,7 +3,8 @@
 Tensors over neurons are the largest by far, and a pass over one of them costs about half as much as the product that
 makes it. So ReLU, rotation, gating and their gradients are computed where a product ends, and not in passes of their
 own. Products that need nothing of the kind are left to cuBLAS (`triton_heads.py`), and so are those between tokens:
-cuBLAS is so much faster at these that a pass after it costs less than tiles that are finished here.
+cuBLAS is so much faster at these that a pass after it costs less than tiles that are finished here. gluon_kernels.py
+has faster ones for some sizes.
 
 What is loaded comes as a descriptor, whose `load` takes the place of a block and reads 0 outside of the tensor. What a
 loop stores comes as a pointer: before it stores by a descriptor, Triton 3.6 waits until the last block has left.
