@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -135,9 +135,9 @@ def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Te
     from shoal.lora import triton_kernels
 
     x = input.reshape(-1, width).contiguous()
-    out, tokens = x.new_empty(len(x), rank), len(x)
-    options = {"RANK": _padded(rank), "ROWS": 64, "COLUMNS": 128, "STAGES": 4, "num_warps": 4}
-    triton_kernels.product[(_tiles(tokens, 64),)](
+    tokens, rows, columns = len(x), 64, 128
+    out = x.new_empty(tokens, rank)
+    triton_kernels.product[(_tiles(tokens, rows),)](
         x,
         weight.contiguous(),
         seed,
@@ -148,7 +148,11 @@ def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Te
         rank,
         1 / (1 - p),
         _threshold(p),
-        **options,
+        WHOLE=not (tokens % rows or width % columns or rank != _padded(rank)),
+        RANK=_padded(rank),
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=4,
     )
     return out.view(*input.shape[:-1], rank)
 
@@ -167,14 +171,12 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tenso
     from shoal.lora import triton_kernels
 
     x, outputs = input.reshape(-1, width).contiguous(), gradient.reshape(-1, rank).contiguous()
-    rows, columns = 128, 64
+    tokens, rows, columns = len(x), 128, 64
     tiles = _tiles(width, columns)
-    tokens = len(x)
-    # Enough programs for a large GPU, whatever its size: the sum must not depend on it.
+    # Enough programs for a large GPU, but not by its size: the sum must not depend on that.
     num_parts = max(1, min(_tiles(256, tiles), _tiles(tokens, rows)))
     rows_each = _tiles(_tiles(tokens, num_parts), rows) * rows
     parts = x.new_empty(num_parts, rank, width, dtype=torch.float32)
-    options = {"RANK": _padded(rank), "ROWS": rows, "COLUMNS": columns, "STAGES": 3, "num_warps": 4}
     triton_kernels.product_backward_weight[(tiles, num_parts)](
         x,
         outputs,
@@ -187,7 +189,11 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tenso
         rows_each,
         1 / (1 - p),
         _threshold(p),
-        **options,
+        WHOLE=rows_each * num_parts == tokens and not (width % columns or rank != _padded(rank)),
+        RANK=_padded(rank),
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=3,
     )
     return parts.sum(0).to(input.dtype)
 
@@ -207,10 +213,9 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tenso
 
     outputs = gradient.reshape(-1, rank).contiguous()
     tokens, rows, columns = len(outputs), 128, 64
+    columns_each = 1024 if width % columns else gcd(width, 1024)
     out = outputs.new_empty(tokens, width)
-    tiles = _tiles(width, columns), _tiles(tokens, rows)
-    options = {"RANK": _padded(rank), "ROWS": rows, "COLUMNS": columns, "num_warps": 4}
-    triton_kernels.product_backward_input[tiles](
+    triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](
         outputs,
         weight.contiguous(),
         seed,
@@ -219,9 +224,14 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tenso
         tokens,
         width,
         rank,
+        columns_each,
         1 / (1 - p),
         _threshold(p),
-        **options,
+        WHOLE=not (tokens % rows or width % columns_each or rank != _padded(rank)),
+        RANK=_padded(rank),
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=3,
     )
     return out.view(*gradient.shape[:-1], width)
 

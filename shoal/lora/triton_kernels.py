@@ -15,7 +15,7 @@ import triton.language as tl
 @triton.jit
 def _row_numbers(rows, seed):
     """Returns an odd random number for each row: a hash of its index and of the seed."""
-    bits = rows.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)
+    bits = rows.to(tl.uint32) ^ seed
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return (bits ^ (bits >> 16)) | 1
@@ -48,6 +48,14 @@ def _dropped(values, row_numbers, column_numbers, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Loads a tile. WHOLE says that all of it exists: masks would take the registers that dropping needs."""
+    if WHOLE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
 def drop(
     x,
     seed,
@@ -61,6 +69,7 @@ def drop(
     COLUMNS: tl.constexpr,
 ):
     """out = dropout(x). Programs: (tiles of tokens, tiles of columns)."""
+    seed = tl.load(seed).to(tl.uint32)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     places = rows[:, None].to(tl.int64) * width + columns[None, :]
@@ -83,6 +92,7 @@ def product(
     rank,
     scale,
     THRESHOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -91,17 +101,15 @@ def product(
     """out = dropout(x) @ weight.T, (tokens, rank). Programs: (tiles of tokens,). RANK is a power of 2, at least 16."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.arange(0, RANK)
-    row_numbers = _row_numbers(rows, seed)
+    row_numbers = _row_numbers(rows, tl.load(seed).to(tl.uint32))
     starts = rows.to(tl.int64) * width
     total = tl.zeros((ROWS, RANK), tl.float32)
     for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
         columns = first + tl.arange(0, COLUMNS)
         inside = columns[None, :] < width
-        inputs = tl.load(x + starts[:, None] + columns[None, :], mask=(rows < tokens)[:, None] & inside, other=0.0)
-        factor = tl.load(
-            weight + ranks[:, None] * width + columns[None, :], mask=(ranks < rank)[:, None] & inside, other=0.0
-        )
-        numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+        inputs = _load(x + starts[:, None] + columns[None, :], (rows < tokens)[:, None] & inside, WHOLE)
+        factor = _load(weight + ranks[:, None] * width + columns[None, :], (ranks < rank)[:, None] & inside, WHOLE)
+        numbers = _load(column_numbers + columns, columns < width, WHOLE)
         inputs = _dropped(inputs, row_numbers, numbers, THRESHOLD)
         total = tl.dot(inputs, tl.trans(factor), total)
     places = rows[:, None].to(tl.int64) * rank + ranks[None, :]
@@ -122,6 +130,7 @@ def product_backward_weight(
     rows_each,
     scale,
     THRESHOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -132,18 +141,19 @@ def product_backward_weight(
     The parts are added up afterwards, in a fixed order, so that equal runs have equal bits. Programs: (tiles of
     columns, parts); a part has `rows_each` tokens.
     """
+    seed = tl.load(seed).to(tl.uint32)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     ranks = tl.arange(0, RANK)
     inside = columns[None, :] < width
-    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+    numbers = _load(column_numbers + columns, columns < width, WHOLE)
     total = tl.zeros((RANK, COLUMNS), tl.float32)
     for first in tl.range(part * rows_each, (part + 1) * rows_each, ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         exists = (rows < tokens)[:, None]
         row = rows[:, None].to(tl.int64)
-        inputs = tl.load(x + row * width + columns[None, :], mask=exists & inside, other=0.0)
-        outputs = tl.load(gradient + row * rank + ranks[None, :], mask=exists & (ranks < rank)[None, :], other=0.0)
+        inputs = _load(x + row * width + columns[None, :], exists & inside, WHOLE)
+        outputs = _load(gradient + row * rank + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
         inputs = _dropped(inputs, _row_numbers(rows, seed), numbers, THRESHOLD)
         total = tl.dot(tl.trans(outputs), inputs, total)
     places = (part * rank + ranks)[:, None].to(tl.int64) * width + columns[None, :]
@@ -160,25 +170,31 @@ def product_backward_input(
     tokens,
     width,
     rank,
+    columns_each,
     scale,
     THRESHOLD: tl.constexpr,
+    WHOLE: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """out = gradient @ weight where places are kept, else 0; (tokens, width).
 
-    Programs: (tiles of columns, tiles of tokens).
+    A program keeps the gradients of its tokens while it goes through `columns_each` columns. Programs: (tiles of
+    tokens, groups of columns).
     """
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.arange(0, RANK)
-    row, exists, inside = rows[:, None].to(tl.int64), (rows < tokens)[:, None], columns[None, :] < width
-    outputs = tl.load(gradient + row * rank + ranks[None, :], mask=exists & (ranks < rank)[None, :], other=0.0)
-    factor = tl.load(
-        weight + ranks[:, None] * width + columns[None, :], mask=(ranks < rank)[:, None] & inside, other=0.0
-    )
-    result = (tl.dot(outputs, factor) * scale).to(out.dtype.element_ty)
-    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
-    result = _dropped(result, _row_numbers(rows, seed), numbers, THRESHOLD)
-    tl.store(out + row * width + columns[None, :], result, mask=exists & inside)
+    row_numbers = _row_numbers(rows, tl.load(seed).to(tl.uint32))
+    row, exists = rows[:, None].to(tl.int64), (rows < tokens)[:, None]
+    outputs = _load(gradient + row * rank + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
+    begin = tl.program_id(1) * columns_each
+    for first in tl.range(begin, begin + columns_each, COLUMNS, num_stages=STAGES):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = columns[None, :] < width
+        factor = _load(weight + ranks[:, None] * width + columns[None, :], (ranks < rank)[:, None] & inside, WHOLE)
+        numbers = _load(column_numbers + columns, columns < width, WHOLE)
+        result = (tl.dot(outputs, factor) * scale).to(out.dtype.element_ty)
+        result = _dropped(result, row_numbers, numbers, THRESHOLD)
+        tl.store(out + row * width + columns[None, :], result, mask=exists & inside)
