@@ -191,19 +191,8 @@ def _release(bar):
 
 
 @gluon.jit
-def _encode_load(
-    encoder,
-    cos,
-    sin,
-    shared,
-    head,
-    row,
-    N,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _encode_load(inputs, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    encoder, cos, sin, shared, head, row, N = inputs
     weights, coss, sins, full, free = shared
     for i in range(N // COLUMNS):
         slot = _wait_free(free, i, STAGES)
@@ -216,16 +205,7 @@ def _encode_load(
 
 @gluon.jit
 def _encode_part(
-    x,
-    neurons,
-    keys,
-    shared,
-    head,
-    sequence,
-    row,
-    batch,
-    time,
-    N,
+    inputs,
     PART: gl.constexpr,
     D: gl.constexpr,
     SEQUENCES: gl.constexpr,
@@ -233,6 +213,7 @@ def _encode_part(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    x, neurons, keys, shared, head, sequence, row, batch, time, N = inputs
     weights, coss, sins, full, free = shared
     sequence += PART * SEQUENCES
     tokens = _operand(x, sequence, row, batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
@@ -279,17 +260,13 @@ def encode(
     sins = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, COLUMNS // 2], cos.layout)
     full, free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     shared = (weights, coss, sins, full, free)
+    inputs = (x, neurons, keys, shared, head, sequence, row, batch, time, N)
+    loaded = (encoder, cos, sin, shared, head, row, N)
     gl.warp_specialize(
         [
-            (
-                _encode_part,
-                (x, neurons, keys, shared, head, sequence, row, batch, time, N, 0, D, SEQUENCES, ROWS, COLUMNS, STAGES),
-            ),
-            (
-                _encode_part,
-                (x, neurons, keys, shared, head, sequence, row, batch, time, N, 1, D, SEQUENCES, ROWS, COLUMNS, STAGES),
-            ),
-            (_encode_load, (encoder, cos, sin, shared, head, row, N, D, ROWS, COLUMNS, STAGES)),
+            (_encode_part, (inputs, 0, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_encode_part, (inputs, 1, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_encode_load, (loaded, D, ROWS, COLUMNS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -297,18 +274,8 @@ def encode(
 
 
 @gluon.jit
-def _gate_load(
-    encoder_v,
-    neurons,
-    shared,
-    head,
-    first,
-    row,
-    N,
-    D: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _gate_load(inputs, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    encoder_v, neurons, shared, head, first, row, N = inputs
     weights, actives, full, free = shared
     for i in range(N // COLUMNS):
         slot = _wait_free(free, i, STAGES)
@@ -320,18 +287,7 @@ def _gate_load(
 
 @gluon.jit
 def _gate_part(
-    normed,
-    gated,
-    seed,
-    threshold,
-    scale,
-    shared,
-    head,
-    sequence,
-    row,
-    batch,
-    time,
-    N,
+    inputs,
     PART: gl.constexpr,
     D: gl.constexpr,
     DROPS: gl.constexpr,
@@ -340,6 +296,7 @@ def _gate_part(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    normed, gated, seed, threshold, scale, shared, head, sequence, row, batch, time, N = inputs
     weights, actives, full, free = shared
     sequence += PART * SEQUENCES
     begin = head * batch + sequence
@@ -389,57 +346,13 @@ def gate(
     actives = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * SEQUENCES, ROWS, COLUMNS], neurons.layout)
     full, free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     shared, first = (weights, actives, full, free), head * batch + sequence
+    inputs = (normed, gated, seed, threshold, scale, shared, head, sequence, row, batch, time, N)
+    loaded = (encoder_v, neurons, shared, head, first, row, N)
     gl.warp_specialize(
         [
-            (
-                _gate_part,
-                (
-                    normed,
-                    gated,
-                    seed,
-                    threshold,
-                    scale,
-                    shared,
-                    head,
-                    sequence,
-                    row,
-                    batch,
-                    time,
-                    N,
-                    0,
-                    D,
-                    DROPS,
-                    SEQUENCES,
-                    ROWS,
-                    COLUMNS,
-                    STAGES,
-                ),
-            ),
-            (
-                _gate_part,
-                (
-                    normed,
-                    gated,
-                    seed,
-                    threshold,
-                    scale,
-                    shared,
-                    head,
-                    sequence,
-                    row,
-                    batch,
-                    time,
-                    N,
-                    1,
-                    D,
-                    DROPS,
-                    SEQUENCES,
-                    ROWS,
-                    COLUMNS,
-                    STAGES,
-                ),
-            ),
-            (_gate_load, (encoder_v, neurons, shared, head, first, row, N, D, COLUMNS, STAGES)),
+            (_gate_part, (inputs, 0, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_gate_part, (inputs, 1, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_gate_load, (loaded, D, COLUMNS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -447,21 +360,8 @@ def gate(
 
 
 @gluon.jit
-def _gate_backward_load(
-    decoder,
-    neurons,
-    gated,
-    cos,
-    sin,
-    shared,
-    head,
-    first,
-    row,
-    N,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _gate_backward_load(inputs, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    decoder, neurons, gated, cos, sin, shared, head, first, row, N = inputs
     weights, actives, results, coss, sins, full, free = shared
     for i in range(N // COLUMNS):
         slot = _wait_free(free, i, STAGES)
@@ -477,18 +377,7 @@ def _gate_backward_load(
 
 @gluon.jit
 def _gate_backward_part(
-    to_y,
-    to_gates,
-    to_neurons,
-    keys,
-    scale,
-    shared,
-    head,
-    sequence,
-    row,
-    batch,
-    time,
-    N,
+    inputs,
     PART: gl.constexpr,
     D: gl.constexpr,
     SEQUENCES: gl.constexpr,
@@ -496,6 +385,7 @@ def _gate_backward_part(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    to_y, to_gates, to_neurons, keys, scale, shared, head, sequence, row, batch, time, N = inputs
     weights, actives, results, coss, sins, full, free = shared
     sequence += PART * SEQUENCES
     tokens = _operand(to_y, sequence, row, batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
@@ -556,58 +446,13 @@ def gate_backward(
     full, free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     shared = (weights, actives, results, coss, sins, full, free)
     first = head * batch + sequence
+    inputs = (to_y, to_gates, to_neurons, keys, scale, shared, head, sequence, row, batch, time, N)
+    loaded = (decoder, neurons, gated, cos, sin, shared, head, first, row, N)
     gl.warp_specialize(
         [
-            (
-                _gate_backward_part,
-                (
-                    to_y,
-                    to_gates,
-                    to_neurons,
-                    keys,
-                    scale,
-                    shared,
-                    head,
-                    sequence,
-                    row,
-                    batch,
-                    time,
-                    N,
-                    0,
-                    D,
-                    SEQUENCES,
-                    ROWS,
-                    COLUMNS,
-                    STAGES,
-                ),
-            ),
-            (
-                _gate_backward_part,
-                (
-                    to_y,
-                    to_gates,
-                    to_neurons,
-                    keys,
-                    scale,
-                    shared,
-                    head,
-                    sequence,
-                    row,
-                    batch,
-                    time,
-                    N,
-                    1,
-                    D,
-                    SEQUENCES,
-                    ROWS,
-                    COLUMNS,
-                    STAGES,
-                ),
-            ),
-            (
-                _gate_backward_load,
-                (decoder, neurons, gated, cos, sin, shared, head, first, row, N, ROWS, COLUMNS, STAGES),
-            ),
+            (_gate_backward_part, (inputs, 0, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_gate_backward_part, (inputs, 1, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
+            (_gate_backward_load, (loaded, ROWS, COLUMNS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -615,21 +460,8 @@ def gate_backward(
 
 
 @gluon.jit
-def _keys_load(
-    keys,
-    to_neurons,
-    neurons,
-    cos,
-    sin,
-    shared,
-    bars,
-    sequence,
-    row,
-    N,
-    DEPTH: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
+def _keys_load(inputs, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    keys, to_neurons, neurons, cos, sin, shared, bars, sequence, row, N = inputs
     rights, parts, actives, coss, sins = shared
     full, free, full_parts, free_parts, full_table, free_table = bars
     for i in range(N // COLUMNS):
@@ -648,20 +480,8 @@ def _keys_load(
 
 
 @gluon.jit
-def _keys_part(
-    scores,
-    result,
-    shared,
-    bars,
-    sequence,
-    row,
-    time,
-    N,
-    PART: gl.constexpr,
-    DEPTH: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
+def _keys_part(inputs, PART: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    scores, result, shared, bars, sequence, row, time, N = inputs
     rights, parts, actives, coss, sins = shared
     full, free, full_parts, free_parts, full_table, free_table = bars
     PAIRS: gl.constexpr = _pair_layout(1, ROWS, COLUMNS)
@@ -727,14 +547,13 @@ def keys_backward(
         _barriers(1, 2),
     )
     shared = (rights, parts, actives, coss, sins)
+    inputs = (scores, result, shared, bars, sequence, row, time, N)
+    loaded = (keys, to_neurons, neurons, cos, sin, shared, bars, sequence, row, N)
     gl.warp_specialize(
         [
-            (_keys_part, (scores, result, shared, bars, sequence, row, time, N, 0, DEPTH, ROWS, COLUMNS)),
-            (_keys_part, (scores, result, shared, bars, sequence, row, time, N, 1, DEPTH, ROWS, COLUMNS)),
-            (
-                _keys_load,
-                (keys, to_neurons, neurons, cos, sin, shared, bars, sequence, row, N, DEPTH, ROWS, COLUMNS),
-            ),
+            (_keys_part, (inputs, 0, DEPTH, ROWS, COLUMNS)),
+            (_keys_part, (inputs, 1, DEPTH, ROWS, COLUMNS)),
+            (_keys_load, (loaded, DEPTH, ROWS, COLUMNS)),
         ],
         [4, 1],
         [240, 24],
