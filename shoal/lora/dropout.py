@@ -1,8 +1,8 @@
 """The dropout of adapters, and the product of dropped inputs with an adapter's first matrix as one operator.
 
 Each adapter of a block drops other places of its inputs. Kept for the backward, their masks and what these leave would
-take more memory than all else that a block keeps. So the operators here drop by a hash of the place and of one random
-number, which the backward computes again. On CUDA devices they are kernels in Triton that read the inputs once.
+take more memory than all else that a block keeps. So which places the operators here drop follows from one random
+number, and the backward computes it again. On CUDA devices they are kernels in Triton that read the inputs once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ class AdapterDropout(nn.Dropout):
 
     fused = False
 
+    def __init__(self, p: float, rank: int) -> None:
+        super().__init__(p)
+        self.rank = rank
+
     def use_fused_kernels(self) -> None:
         """Makes the dropout one operation with the product that follows."""
         self.fused = True
 
     def describe_kernels(self, device: torch.device, dtype: torch.dtype) -> str:
         """Returns whether kernels in Triton compute, and if not, why."""
-        reason = why_not(device, dtype)
+        reason = why_not(device, dtype, self.rank)
         return "in Triton" if reason is None else f"in PyTorch: {reason}"
 
     @property

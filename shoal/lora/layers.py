@@ -154,7 +154,7 @@ def add_to_linear(
         module,
         AdaptedLinear,
         scaling=scaling,
-        lora_dropout=nn.ModuleDict({ADAPTER: AdapterDropout(dropout) if dropout else nn.Identity()}),
+        lora_dropout=nn.ModuleDict({ADAPTER: AdapterDropout(dropout, rank) if dropout else nn.Identity()}),
         lora_A=nn.ModuleDict({ADAPTER: Factor(in_features, rank, False, first)}),
         lora_B=nn.ModuleDict({ADAPTER: Factor(rank, out_features, bias, second)}),
         lora_magnitude_vector=nn.ModuleDict({ADAPTER: Magnitude(out_features)} if dora else {}),
