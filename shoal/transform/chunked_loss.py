@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
@@ -226,13 +229,27 @@ def _gradient(
     return logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
 
 
+@custom_op("shoal::add_product", mutates_args={"total"}, device_types="cuda")
+def _add_product_on_gpu(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to a total in float32, as one product.
+
+    cuBLAS adds where a product ends; a product of its own and a sum would take three more passes. It is an operator
+    because torch (2.11 to 2.13) cannot count the FLOPs of an addmm with `out_dtype`.
+    """
+    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+@register_flop_formula(torch.ops.shoal.add_product)
+def _(total: tuple[int, ...], left: tuple[int, ...], *args: Any, **options: Any) -> int:
+    return 2 * prod(total) * left[-1]
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right to the total, whatever its type and order of strides."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and total.dtype == torch.float32:
-        # cuBLAS adds to float32 where the product ends. A product of its own and a sum would take three more passes.
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        _add_product_on_gpu(total, left, right)
     elif total.is_contiguous():
         total += left @ right
     else:
