@@ -71,19 +71,20 @@ def why_not(device: torch.device, dtype: torch.dtype, rank: int = 16) -> str | N
 def kept_places(shape: Sequence[int], seed: Tensor, p: float) -> Tensor:
     """Returns which places of a tensor (…, columns) are kept, as the kernels do, in plain PyTorch.
 
-    Each row and each column has an odd random number, and a place is kept if their product, in 32 bits, is not too
-    small. The numbers of columns are always the same; those of rows depend on the seed.
+    Each row and each column has an odd random number, which depends on the seed, and a place is kept if their product,
+    in 32 bits, is not too small.
     """
-    rows = _hashed(torch.arange(prod(shape[:-1]), device=seed.device) ^ seed.to(torch.int64)) | 1
-    columns = column_numbers(shape[-1], seed.device).to(torch.int64)
+    seed = seed.to(torch.int64)
+    rows = _hashed(torch.arange(prod(shape[:-1]), device=seed.device) ^ seed) | 1
+    columns = (column_numbers(shape[-1], seed.device).to(torch.int64) & _BITS ^ _hashed(seed ^ 0x2545F491)) | 1
     return ((rows[:, None] * columns & _BITS) >= _threshold(p)).view(*shape)
 
 
 @cache
 def column_numbers(width: int, device: torch.device) -> Tensor:
-    """Returns the odd random numbers of columns, as the bits of int32."""
+    """Returns the table that the numbers of columns are made of, as the bits of int32."""
     with torch.inference_mode(False):  # it is kept for later
-        bits = _hashed(torch.arange(width) ^ 0x5851F42D) | 1
+        bits = _hashed(torch.arange(width) ^ 0x5851F42D)
         return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).to(device)
 
 

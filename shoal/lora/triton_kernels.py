@@ -13,12 +13,30 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_numbers(rows, seed):
-    """Returns an odd random number for each row: a hash of its index and of the seed."""
-    bits = rows.to(tl.uint32) ^ seed
+def _hashed(bits):
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return (bits ^ (bits >> 16)) | 1
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _row_numbers(rows, seed):
+    """Returns an odd random number for each row: a hash of its index and of the seed."""
+    return _hashed(rows.to(tl.uint32) ^ seed) | 1
+
+
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Loads a tile. WHOLE says that all of it exists: masks would take the registers that dropping needs."""
+    if WHOLE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _column_numbers(pointers, mask, seed, WHOLE: tl.constexpr):
+    """Returns an odd random number for each column: a table's, mixed with a hash of the seed."""
+    return (_load(pointers, mask, WHOLE).to(tl.uint32) ^ _hashed(seed ^ 0x2545F491)) | 1
 
 
 _KEEP_TWO: tl.constexpr = tl.constexpr("""{
@@ -40,19 +58,11 @@ def _dropped(values, row_numbers, column_numbers, THRESHOLD: tl.constexpr):
     These kernels wait for arithmetic, so it is one product for a place, and two places at a time afterwards. Triton's
     own `where` would take numbers of 16 bits out of their registers and put them back.
     """
-    numbers = row_numbers[:, None] * column_numbers[None, :].to(tl.uint32)
+    numbers = row_numbers[:, None] * column_numbers[None, :]
     threshold = tl.full((1, 1), THRESHOLD, tl.uint32)
     return tl.inline_asm_elementwise(
         _KEEP_TWO, "=r,r,r,r,r,r", [values, numbers, threshold], values.dtype, is_pure=True, pack=2
     )
-
-
-@triton.jit
-def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Loads a tile. WHOLE says that all of it exists: masks would take the registers that dropping needs."""
-    if WHOLE:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
@@ -76,7 +86,7 @@ def drop(
     inside = (rows < tokens)[:, None] & (columns < width)[None, :]
     values = tl.load(x + places, mask=inside, other=0.0)
     values = (values.to(tl.float32) * scale).to(out.dtype.element_ty)
-    numbers = tl.load(column_numbers + columns, mask=columns < width, other=0)
+    numbers = _column_numbers(column_numbers + columns, columns < width, seed, False)
     tl.store(out + places, _dropped(values, _row_numbers(rows, seed), numbers, THRESHOLD), mask=inside)
 
 
@@ -101,7 +111,8 @@ def product(
     """out = dropout(x) @ weight.T, (tokens, rank). Programs: (tiles of tokens,). RANK is a power of 2, at least 16."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.arange(0, RANK)
-    row_numbers = _row_numbers(rows, tl.load(seed).to(tl.uint32))
+    seed = tl.load(seed).to(tl.uint32)
+    row_numbers = _row_numbers(rows, seed)
     starts = rows.to(tl.int64) * width
     total = tl.zeros((ROWS, RANK), tl.float32)
     for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
@@ -109,7 +120,7 @@ def product(
         inside = columns[None, :] < width
         inputs = _load(x + starts[:, None] + columns[None, :], (rows < tokens)[:, None] & inside, WHOLE)
         factor = _load(weight + ranks[:, None] * width + columns[None, :], (ranks < rank)[:, None] & inside, WHOLE)
-        numbers = _load(column_numbers + columns, columns < width, WHOLE)
+        numbers = _column_numbers(column_numbers + columns, columns < width, seed, WHOLE)
         inputs = _dropped(inputs, row_numbers, numbers, THRESHOLD)
         total = tl.dot(inputs, tl.trans(factor), total)
     places = rows[:, None].to(tl.int64) * rank + ranks[None, :]
@@ -146,7 +157,7 @@ def product_backward_weight(
     part = tl.program_id(1)
     ranks = tl.arange(0, RANK)
     inside = columns[None, :] < width
-    numbers = _load(column_numbers + columns, columns < width, WHOLE)
+    numbers = _column_numbers(column_numbers + columns, columns < width, seed, WHOLE)
     total = tl.zeros((RANK, COLUMNS), tl.float32)
     for first in tl.range(part * rows_each, (part + 1) * rows_each, ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
@@ -186,7 +197,8 @@ def product_backward_input(
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks = tl.arange(0, RANK)
-    row_numbers = _row_numbers(rows, tl.load(seed).to(tl.uint32))
+    seed = tl.load(seed).to(tl.uint32)
+    row_numbers = _row_numbers(rows, seed)
     row, exists = rows[:, None].to(tl.int64), (rows < tokens)[:, None]
     outputs = _load(gradient + row * rank + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
     begin = tl.program_id(1) * columns_each
@@ -194,7 +206,7 @@ def product_backward_input(
         columns = first + tl.arange(0, COLUMNS)
         inside = columns[None, :] < width
         factor = _load(weight + ranks[:, None] * width + columns[None, :], (ranks < rank)[:, None] & inside, WHOLE)
-        numbers = _load(column_numbers + columns, columns < width, WHOLE)
+        numbers = _column_numbers(column_numbers + columns, columns < width, seed, WHOLE)
         result = (tl.dot(outputs, factor) * scale).to(out.dtype.element_ty)
         result = _dropped(result, row_numbers, numbers, THRESHOLD)
         tl.store(out + row * width + columns[None, :], result, mask=exists & inside)
