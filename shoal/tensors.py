@@ -127,6 +127,13 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu and type(tensor) is Tensor
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype that autocast computes products of a device in, or None if it is off."""
+    if device.type == "meta":  # torch raises for it
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def why_no_triton(device: torch.device) -> str | None:
     """Returns why kernels in Triton cannot run on a device, or None if they can."""
     if device.type != "cuda":

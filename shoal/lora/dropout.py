@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from shoal.tensors import why_no_triton
+from shoal.tensors import autocast_dtype, why_no_triton
 
 MAX_RANK = 128
 """The largest rank that the kernels compute; their tiles hold all of it."""
@@ -48,13 +48,19 @@ class AdapterDropout(nn.Dropout):
         """True if the next forward drops by an operator of this file."""
         return self.fused and self.training
 
+    def fused_pays(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Returns whether the operators are better than plain code: their PyTorch keeps less, but takes longer."""
+        return why_not(device, dtype, self.rank) is None
+
     def forward(self, input: Tensor) -> Tensor:
-        return drop(input, draw_seed(input.device), self.p) if self.drops_fused else super().forward(input)
+        if not self.drops_fused:
+            return super().forward(input)
+        return drop(input.to(autocast_dtype(input.device) or input.dtype), draw_seed(input.device, self.p), self.p)
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """Returns the random number that decides what one dropout drops; torch's generator decides it."""
-    return torch.randint(2**31 - 1, (), device=device)
+def draw_seed(device: torch.device, p: float) -> Tensor:
+    """Returns the random number that decides what one dropout drops, from torch's generator; 0 if it drops nothing."""
+    return torch.randint(2**31 - 1, (), device=device) if p else torch.zeros((), dtype=torch.int64, device=device)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, rank: int = 16) -> str | None:
@@ -104,7 +110,7 @@ def _threshold(p: float) -> int:
 def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
     """Returns the input with some places 0 and the others divided by 1 - p. Keeps nothing but the seed."""
     if why_not(input.device, input.dtype) is not None:
-        return input * kept_places(input.shape, seed, p) * (1 / (1 - p))
+        return input.contiguous() * kept_places(input.shape, seed, p) * (1 / (1 - p))
     from shoal.lora import triton_kernels
 
     x = input.reshape(-1, input.shape[-1]).contiguous()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.lora.dropout import AdapterDropout, draw_seed, dropped_product
+from shoal.tensors import autocast_dtype
 
 ADAPTER = "default"
 """The name that PEFT gives an adapter which has no other."""
@@ -38,15 +39,14 @@ class Factor(nn.Linear):
         if self.bias is not None:
             _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-        """Multiplies x with the matrix; with `dropout`, x is dropped by the operator that multiplies."""
+    def forward(self, x: Tensor | None = None, dropout: float | None = None) -> Tensor:
+        """Multiplies x with the matrix. With a `dropout`, be it 0, one operator drops and multiplies."""
         if x is None:
             return self.weight.detach().clone()
-        if not dropout:
+        if dropout is None:
             return super().forward(x)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        return dropped_product(x.to(dtype), self.weight.to(dtype), draw_seed(x.device), dropout)
+        dtype = autocast_dtype(x.device) or self.weight.dtype
+        return dropped_product(x.to(dtype), self.weight.to(dtype), draw_seed(x.device, dropout), dropout)
 
 
 class EmbeddingFactor(nn.ParameterDict):
@@ -104,7 +104,7 @@ class AdaptedLinear(LowRankLayer):
         else:
             dropped = dropout(x)
             # Autocast casts by itself; to widen the input first would only cost time.
-            inputs = dropped if torch.is_autocast_enabled(x.device.type) else dropped.to(first.weight.dtype)
+            inputs = dropped if autocast_dtype(x.device) else dropped.to(first.weight.dtype)
             update = second(first(inputs))
         # The base comes last: a recomputation ends where the last tensor is kept for the backward, which is one of the
         # adapter's, so it does not repeat the base's product in the last layer of a block.

@@ -43,7 +43,7 @@ from shoal.tensors import logical_shape, named_tensors, tensors_with_names
 from shoal.torch_private import as_rows, shape_and_offset
 from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
-from shoal.transform.precision import autocast
+from shoal.transform.precision import autocast, compute_dtype
 from shoal.types import MicroBatch, Objective, ParallelPlan, StepInfo, StepOutput, TrainState, Weights
 from shoal.weights.materialise import materialise
 from shoal.weights.parameter_extras import (
@@ -193,7 +193,7 @@ class ZeroStrategy(DistributedStrategy):
         if self.data_size > 1:
             check_alike_on_ranks(model)
         check_dtypes(model, self._stage)
-        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device)
+        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device, compute_dtype(layout.precision))
         self._transform(model, plan)
         if self._zero.cpu_checkpointing:
             for name in engaged.checkpointed_modules:

@@ -44,6 +44,7 @@ from shoal.tensors import DTYPES, local_part, named_tensors
 from shoal.transform.float8 import apply_float8
 from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
+from shoal.transform.precision import compute_dtype
 from shoal.types import ParallelPlan, StepInfo, TrainState, Weights
 from shoal.weights.materialise import cast_weights, materialise, move_buffers
 from shoal.weights.parameter_extras import (
@@ -127,7 +128,7 @@ class NativeStrategy(DistributedStrategy):
                 check_gathered(model, DTYPES[layout.param_dtype], key)
         if layout.precision == "fp8":
             engaged.float8_layers = apply_float8(model, plan)
-        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device)
+        engaged.fused_modules = apply_kernels(model, layout.kernels, self.device, compute_dtype(layout.precision))
         if sides["pp"] > 1:
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None

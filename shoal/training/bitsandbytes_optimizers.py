@@ -39,10 +39,16 @@ def optimizer_class(name: str) -> type[Optimizer]:
         is_large = getattr(parameter, "shard_of", parameter).numel() >= MIN_8BIT_SIZE
         return {**config, "min_8bit_size": 0 if is_large else parameter.numel() + 1}
 
+    def update_step(self: Any, group: dict[str, Any], parameter: Tensor, group_index: int, index: int) -> None:
+        """Updates a parameter. One without elements is left alone: on a GPU, bitsandbytes would end the process."""
+        if parameter.numel():
+            base.update_step(self, group, parameter, group_index, index)
+
     attributes = {
         "__module__": __name__,
         "__doc__": base.__doc__,
         "get_config": get_config,
+        "update_step": update_step,
         "elementwise": True,
         "_cpu_paged_warned": True,  # bitsandbytes warns that it does not page on a CPU, which the report says
         "slots_of_parts": frozenset({"absmax1", "absmax2"}),

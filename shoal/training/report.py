@@ -32,7 +32,7 @@ from shoal.training.signals import StopFlag
 from shoal.transform.activation_checkpointing import num_recomputed
 from shoal.transform.compile import CompiledModules
 from shoal.transform.kernels import describe_kernels, has_fused_path
-from shoal.transform.precision import HALF_TYPES, HalfWitness
+from shoal.transform.precision import HalfWitness, compute_dtype
 
 if TYPE_CHECKING:
     from shoal.training.loop import Shell
@@ -224,10 +224,11 @@ class Report:
             yield "states", states, ("training.weights_dtype",)
         if engaged.float8_layers:
             yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
-        if names := engaged.fused_modules:
+        modules = dict(session.model.named_modules())
+        if names := [name for name in engaged.fused_modules if name in modules]:  # those of this rank's stages
             fused = f"fused in {len(names)} module{'s' * (len(names) != 1)} ({names[0]}{', …' * (len(names) > 1)})"
-            dtype = HALF_TYPES[training.mixed_precision] or torch.float32
-            how = describe_kernels(session.model.get_submodule(names[0]), strategy.device, dtype)
+            own, dtype = (modules[name] for name in names), compute_dtype(training.mixed_precision)
+            how = describe_kernels(own, strategy.device, dtype)
             yield "kernels", ", ".join(filter(None, (fused, how))), ("training.kernels",)
         elif any(map(has_fused_path, session.model.modules())):
             yield "kernels", "plain", ("training.kernels",)

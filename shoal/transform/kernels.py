@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,25 +16,38 @@ def has_fused_path(module: nn.Module) -> bool:
     return callable(getattr(module, "use_fused_kernels", None))
 
 
-def apply_kernels(model: nn.Module, kernels: Literal["auto", "plain", "fused"], device: torch.device) -> list[str]:
+def apply_kernels(
+    model: nn.Module,
+    kernels: Literal["auto", "plain", "fused"],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> list[str]:
     """Makes the modules that have a fused path use it, if so wanted; returns their names.
 
-    Comes before layers around a forward. `auto` wants it on CUDA devices.
+    Comes before layers around a forward. `auto` wants it on CUDA devices, where a module has no method `fused_pays`
+    that says otherwise for the dtype of products.
     """
     if kernels == "plain" or (kernels == "auto" and device.type != "cuda"):
         return []
     modules = {name: module for name, module in model.named_modules() if has_fused_path(module)}
     if not modules and kernels == "fused":
         raise UserError(
-            f"training.kernels = fused: {type(model).__name__} has no module with a fused path, which is one with a "
-            "method use_fused_kernels(); use plain"
+            f"training.kernels = fused: {type(model).__name__} has nothing that can be fused, which are heads of BDH, "
+            "adapters with lora.lora_dropout above 0, and modules with a method use_fused_kernels(); use auto"
         )
+    if kernels == "auto":
+        modules = {name: module for name, module in modules.items() if _pays(module, device, dtype)}
     for module in modules.values():
         module.use_fused_kernels()
     return [*modules]
 
 
-def describe_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns what a fused module says of how it computes, such as "in Triton"; an empty text if it says nothing."""
-    describe = getattr(module, "describe_kernels", None)
-    return str(describe(device, dtype)) if callable(describe) else ""
+def _pays(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    pays = getattr(module, "fused_pays", None)
+    return pays is None or bool(pays(device, dtype))
+
+
+def describe_kernels(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> str:
+    """Returns what fused modules say of how they compute, such as "in Triton"; an empty text if they say nothing."""
+    found: list[Any] = [getattr(module, "describe_kernels", None) for module in modules]
+    return "; ".join(dict.fromkeys(describe(device, dtype) for describe in found if describe))

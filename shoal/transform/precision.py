@@ -38,6 +38,11 @@ HALF_TYPES = {
 """The half type that each precision computes in, for fp8 outside of its linear layers; None for fp32."""
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype that products are computed in."""
+    return HALF_TYPES[precision] or torch.float32
+
+
 def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
     """Refuses a precision that the device cannot compute in."""
     if precision not in HALF_TYPES:

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.lora import LoraConfig
+from shoal.lora import dropout as dropout_module
 from shoal.lora.adapters import add_adapters, is_adapter_tensor, merge_adapters
 from shoal.lora.config import OTHER_NAMES
 from shoal.lora.dropout import drop, dropped_product, kept_places
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, name_in_model
 from shoal.lora.trained_tokens import token_indices
 from shoal.recipes.causal_lm import CausalLMRecipe
-from shoal.transform.kernels import apply_kernels
+from shoal.transform.kernels import apply_kernels, describe_kernels
+from shoal.verify.draws import turn_off_dropout
 from shoal.weights import build, materialise
 
 transformers = pytest.importorskip("transformers")
@@ -328,8 +331,9 @@ def test_the_fused_dropout_has_the_gradients_of_a_mask() -> None:
     for one, other in zip(*(torch.autograd.grad(y, (x, weight), gradient) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(torch.autograd.grad(drop(x, seed, p).sum(), x)[0], mask)
-    torch.library.opcheck(torch.ops.shoal.dropped_product.default, (x, weight, seed, p))
-    torch.library.opcheck(torch.ops.shoal.drop.default, (x, seed, p))
+    for input in (x, torch.randn(5, 3, 12).transpose(0, 1).requires_grad_()):
+        torch.library.opcheck(torch.ops.shoal.dropped_product.default, (input, weight, seed, p))
+        torch.library.opcheck(torch.ops.shoal.drop.default, (input, seed, p))
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -354,5 +358,47 @@ def test_fused_adapters_drop_in_training_alone(dora: bool) -> None:
 def test_fused_kernels_need_a_dropout() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 16))
     add_adapters(model, LoraConfig(r=4, target_modules=["0"]))
-    with pytest.raises(UserError, match=r"training.kernels = fused: Sequential has no module with a fused path"):
+    with pytest.raises(UserError, match=r"training.kernels = fused: .* adapters with lora.lora_dropout above 0"):
         apply_kernels(model, "fused", torch.device("cpu"))
+
+
+def test_a_proof_without_dropout_computes_by_the_operator() -> None:
+    """`shoal verify` sets p to 0; it must prove what a run computes by, and draw nothing for it."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    add_adapters(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False))
+    x = torch.randn(8, 32)
+    expected = model.eval()(x)
+    apply_kernels(model.train(), "fused", torch.device("cpu"))
+    turn_off_dropout(model)
+    state = torch.get_rng_state()
+    with FlopCounterMode(display=False) as counter:
+        found = model(x)
+    assert torch.ops.shoal.dropped_product in counter.get_flop_counts()["Global"]
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_forward_costs_is_counted_with_adapters() -> None:
+    """On the meta device, for which torch has no autocast."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    with FlopCounterMode(display=False) as plain:
+        model(input_ids=TOKENS.to("meta"))
+    add_adapters(model, LoraConfig(r=4, target_modules="all-linear"))
+    with FlopCounterMode(display=False) as adapted:
+        model.to("meta")(input_ids=TOKENS.to("meta"))
+    assert adapted.get_total_flops() > plain.get_total_flops()
+
+
+def test_auto_fuses_only_where_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the operators are PyTorch, which takes longer than plain code; and the report names every way."""
+    monkeypatch.setattr(dropout_module, "why_no_triton", lambda device: None)
+    model = torch.nn.Sequential(torch.nn.Linear(400, 16), torch.nn.Linear(16, 400))
+    keys = {"target_modules": ["0", "1"], "r": 8, "rank_pattern": {"1": 200}}
+    add_adapters(model, LoraConfig(lora_dropout=0.1, **keys))
+    device = torch.device("cuda")
+    assert apply_kernels(model, "auto", device, torch.float32) == []
+    assert apply_kernels(model, "auto", device, torch.bfloat16) == ["0.lora_dropout.default"]
+    names = apply_kernels(model, "fused", device, torch.bfloat16)
+    ways = describe_kernels((model.get_submodule(name) for name in names), device, torch.bfloat16)
+    assert ways == "in Triton; in PyTorch: the kernels compute ranks up to 128, and this one is 200"

@@ -79,6 +79,16 @@ def test_fused_dropout_is_recomputed_as_it_was(root: Path, base: Path, dora: boo
     assert "in PyTorch: Triton needs a CUDA device, and this is cpu" in report
 
 
+def test_the_report_of_a_stage_speaks_of_its_own_adapters(root: Path, base: Path, pool2: Pool) -> None:
+    """Names are collected before the model is split; those of the first stage do not exist on the second."""
+    lora = {**LORA, "target_modules": "all-linear", "dropout": 0.1}
+    tree = tree_for(root, base, lora, "stages", kernels="fused", gradient_accumulation=2, global_batch_size=4)
+    del tree["training"]["batch_size"]
+    tree["distributed"] = {"strategy": "mesh", "mesh": {"pp": 2}}
+    pool2.run(finish, tree, init=False)
+    assert "fused in 7 modules" in (root / "stages" / "report.txt").read_text()
+
+
 def resumed(tree: dict[str, Any], out: str) -> None:
     """Trains one step, and in a second call three more."""
     tree = {**tree, "experiment": {"output_dir": out}, "checkpoint": {"every": 1}}

@@ -77,3 +77,20 @@ def test_state_that_is_not_paged_is_seen() -> None:
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         assert has_unpaged(optimizer) is unpaged
+
+
+@pytest.mark.parametrize("name", [*CLASSES])
+def test_a_parameter_without_elements_is_not_updated(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A rank may hold nothing of a short tensor. On a GPU, bitsandbytes would start a kernel of no blocks and exit."""
+    updated = []
+    kind = optimizer_class(name)
+    base = kind.__mro__[1]
+    update = base.update_step
+    patched = lambda self, group, p, *indices: (updated.append(p.numel()), update(self, group, p, *indices))  # noqa: E731
+    monkeypatch.setattr(base, "update_step", patched, raising=False)
+    parameters = [torch.nn.Parameter(torch.ones(rows, 4)) for rows in (0, 3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    kind(parameters, lr=0.1).step()
+    assert updated == [12]
+    assert (parameters[1] < 1).all()
