@@ -79,7 +79,8 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     # A merged model may be fp32 where the one that was trained computed in half precision.
     how = _compare_logits(logits, expected_logits, trained_dtype if quantised and dtype == torch.float32 else dtype)
     whose = "of the merged model" if quantised and source.merge_into == "original" else "of the checkpoint's model"
-    return (f"its logits equal those {whose} {how}", *notes)
+    rounded = f", with weights rounded to {source.dtype}," if source.dtype and not notes else ""
+    return (f"its logits equal those {whose}{rounded} {how}", *notes)
 
 
 def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor, trained: Tensor) -> str:

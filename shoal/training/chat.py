@@ -26,6 +26,7 @@ class Chat:
         if temperature < 0 or max_new_tokens < 1:
             key, value = ("--temperature", temperature) if temperature < 0 else ("--max-new-tokens", max_new_tokens)
             raise UserError(f"{key} {value}: it must be {'0 or more' if temperature < 0 else '1 or more'}")
+        _check_device(device)
         folder = find_latest_checkpoint(path) if step_folders(path) else path
         if folder is None:
             raise UserError(f"{path}: all its checkpoints are damaged; choose another run")
@@ -101,3 +102,12 @@ class _Stream:
         if complete or not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the last character may lack bytes
             self._show(text[len(self.text) :])
             self.text = text
+
+
+def _check_device(name: str) -> None:
+    """Raises UserError if torch cannot compute on a device."""
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
+        available = torch.accelerator.current_accelerator(check_available=True)
+        raise UserError(f"--device {name}: torch cannot use it here; use {available or 'cpu'}") from None

@@ -286,7 +286,7 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("", r"dataset.train_file: .*bad.jsonl is empty; it needs one JSON object in each line"),
         ("\n\n", r"bad.jsonl is empty"),
-        ('{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: the line is not JSON \(Expecting value"),
+        ('{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: the line is not JSON \(Expecting value in column 9\)"),
         ('{"text": "a"}\n[1]\n', r"bad.jsonl, line 2: a list where an object with keys is needed"),
         ('{"text": "a"}\n{"prompt": "b"}\n', r"dataset.format = text: .*bad.jsonl, line 2 has no key 'text'"),
         ('{"question": "a"}\n', r"dataset.format = auto: .*bad.jsonl, line 1 has the keys question; rename them"),

@@ -140,10 +140,14 @@ def _read_json(key: str, path: Path) -> Iterator[Record]:
 
 
 def _parse(key: str, place: object, text: bytes, what: str) -> Any:
+    text = text.strip()
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{key}: {place}: {what} is not JSON ({one_line(error, 100)}); correct it") from None
+        about: object = error
+        if isinstance(error, json.JSONDecodeError) and b"\n" not in text:  # json would call it line 1
+            about = f"{error.msg} in column {error.colno}"
+        raise UserError(f"{key}: {place}: {what} is not JSON ({one_line(about, 100)}); correct it") from None
 
 
 def _record(key: str, place: str, fields: Any) -> Record:
