@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -134,6 +135,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
+@cache  # operators ask in every call
 def why_no_triton(device: torch.device) -> str | None:
     """Returns why kernels in Triton cannot run on a device, or None if they can."""
     if device.type != "cuda":

@@ -116,7 +116,7 @@ class TrainingConfig(Section):
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """How modules with a fused path compute: the heads of BDH, and adapters with dropout. `plain`: by their own code.
     `fused`: by operators that keep less for the backward, in Triton on GPUs that the kernels fit; refused for models
-    without such modules. `auto`: `fused` on CUDA devices. See
+    without such modules. `auto`: `fused` on CUDA devices where it is faster. See
     [choosing.md](choosing.md#less-memory-for-activations)."""
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, short_for("mode")] = (
         ActivationCheckpointingConfig()
