@@ -23,8 +23,11 @@ from shoal.errors import UserError, one_line, printable
 COMMAND_LINE = "command line"
 MAX_FILES = 100
 """How many files a config may extend, counted each time: two bases that each have two bases are four, and so on."""
-ALTERNATIVES = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
-"""Keys of `training` of which a run has one: to set one on the command line replaces the other one of the file."""
+ALTERNATIVES = {
+    "training": (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")),
+    "lora": (("r", "rank"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")),
+}
+"""Keys of a section of which a run has one: to set one on the command line replaces the other one of the file."""
 
 
 class Layer(NamedTuple):
@@ -115,17 +118,15 @@ def merge_layers(layers: Iterable[Layer]) -> Layer:
 
 
 def _without_alternatives(tree: Tree, later: Tree) -> Tree:
-    """Returns the tree without the keys of `training` that a later layer replaces by their alternatives."""
-    old, new = tree.get("training"), later.get("training")
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return tree
-    replaced = {
-        other
-        for pair in ALTERNATIVES
-        for key, other in (pair, pair[::-1])
-        if new.get(key) is not None and other not in new
-    }
-    return {**tree, "training": {key: value for key, value in old.items() if key not in replaced}}
+    """Returns the tree without the keys that a later layer replaces by their alternatives."""
+    result = dict(tree)
+    for section, pairs in ALTERNATIVES.items():
+        old, new = tree.get(section), later.get(section)
+        if isinstance(old, dict) and isinstance(new, dict):
+            both_ways = [*pairs, *(pair[::-1] for pair in pairs)]
+            replaced = {other for key, other in both_ways if new.get(key) is not None and other not in new}
+            result[section] = {key: value for key, value in old.items() if key not in replaced}
+    return result
 
 
 def merge(tree: Tree, later: Tree) -> Tree:

@@ -82,6 +82,14 @@ def test_an_override_replaces_the_alternative_of_the_file(tmp_path: Path) -> Non
     assert load(tmp_path, text, "training.max_steps=null").config.training.num_epochs == 2
 
 
+@pytest.mark.parametrize(("in_file", "override"), [("rank", "r"), ("r", "rank"), ("alpha", "lora_alpha")])
+def test_another_spelling_of_a_key_replaces_that_of_the_file(tmp_path: Path, in_file: str, override: str) -> None:
+    model = "{config: {model_type: llama}}"
+    text = f"recipe: causal_lm\nmodel: {model}\nlora: {{{in_file}: 4}}\ntraining: {{max_steps: 1}}\n"
+    lora = load_run(write(tmp_path, text), [f"lora.{override}=16"]).recipe_config.lora
+    assert (lora.lora_alpha if "alpha" in in_file else lora.r) == 16
+
+
 def test_short_forms_have_their_source(tmp_path: Path) -> None:
     text = load(tmp_path, MINIMAL, "training.activation_checkpointing=full", "distributed.compression=topk").to_yaml()
     assert re.search(r"mode: full +# command line", text)
