@@ -40,9 +40,12 @@ def optimizer_class(name: str) -> type[Optimizer]:
         return {**config, "min_8bit_size": 0 if is_large else parameter.numel() + 1}
 
     def update_step(self: Any, group: dict[str, Any], parameter: Tensor, group_index: int, index: int) -> None:
-        """Updates a parameter. One without elements is left alone: on a GPU, bitsandbytes would end the process."""
+        """Updates a parameter. Of one without elements only the step is counted, as on other ranks: on a GPU,
+        bitsandbytes would end the process."""
         if parameter.numel():
             base.update_step(self, group, parameter, group_index, index)
+        else:
+            self.state[parameter]["step"] += 1
 
     attributes = {
         "__module__": __name__,

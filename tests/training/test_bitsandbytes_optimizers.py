@@ -91,6 +91,8 @@ def test_a_parameter_without_elements_is_not_updated(monkeypatch: pytest.MonkeyP
     parameters = [torch.nn.Parameter(torch.ones(rows, 4)) for rows in (0, 3)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    kind(parameters, lr=0.1).step()
+    optimizer = kind(parameters, lr=0.1)
+    optimizer.step()
     assert updated == [12]
+    assert [optimizer.state[parameter]["step"] for parameter in parameters] == [1, 1]
     assert (parameters[1] < 1).all()

@@ -87,7 +87,9 @@ def test_the_report_says_which_is_in_force(
 
 
 def test_a_model_without_a_fused_path_is_refused_and_has_no_row(toy: ToyRun) -> None:
-    with pytest.raises(UserError, match=r"training.kernels = fused: Sequential has no module .*; use plain") as error:
+    with pytest.raises(
+        UserError, match=r"training.kernels = fused: Sequential has nothing that can be fused, .*; use auto"
+    ) as error:
         toy.train("training.kernels=fused")
     assert "\n" not in str(error.value)
     toy.train("training.kernels=plain")
