@@ -8,12 +8,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.recipes.bdh import BDHRecipe
 from shoal.recipes.recipe import IGNORED_LABEL, token_loss
 from shoal.torch_private import TorchDispatchMode
+from shoal.transform import chunked_loss
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.types import ParallelPlan
 
@@ -280,3 +282,18 @@ class Products(TorchDispatchMode):
         if isinstance(out, Tensor) and out.ndim and out.shape[-1] == VOCAB and out.shape[-2:] != (EMBD, VOCAB):
             self.most_logits = max(self.most_logits, out.numel() // VOCAB)
         return out
+
+
+def test_the_product_that_adds_on_a_gpu_is_counted() -> None:
+    """torch cannot count its own addmm with `out_dtype`, so a proof on a GPU would end; here a CPU stands in."""
+    add_product = chunked_loss._add_product_on_gpu
+
+    def on_cpu(total: Tensor, left: Tensor, right: Tensor) -> None:
+        total += left.float() @ right.float()
+
+    add_product.register_kernel("cpu")(on_cpu)
+    total, left, right = torch.ones(3, 5), torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    with FlopCounterMode(display=False) as counter:
+        add_product(total, left, right)
+    assert counter.get_total_flops() == 2 * 3 * 4 * 5
+    torch.testing.assert_close(total, 1 + left.float() @ right.float())
