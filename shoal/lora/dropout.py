@@ -138,11 +138,14 @@ drop.register_autograd(
 
 
 @custom_op("shoal::dropped_product", mutates_args=())
-def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Returns dropout(input) @ weight.T for a weight (rank, width). Keeps input, weight and seed for the backward."""
+def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
+    """Returns scaling · dropout(input) @ weight.T for a weight (rank, width), which is cast to the input's dtype.
+
+    Keeps input, weight and seed for the backward.
+    """
     rank, width = weight.shape
     if why_not(input.device, input.dtype, rank) is not None:
-        return F.linear(drop(input, seed, p), weight)
+        return F.linear(drop(input, seed, p), weight.to(input.dtype)) * scaling
     from shoal.lora import triton_kernels
 
     x = input.reshape(-1, width).contiguous()
@@ -150,14 +153,14 @@ def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Te
     out = x.new_empty(tokens, rank)
     triton_kernels.product[(_tiles(tokens, rows),)](
         x,
-        weight.contiguous(),
+        weight.to(x.dtype).contiguous(),
         seed,
         column_numbers(width, x.device),
         out,
         tokens,
         width,
         rank,
-        1 / (1 - p),
+        scaling / (1 - p),
         _threshold(p),
         WHOLE=not (tokens % rows or width % columns or rank != _padded(rank)),
         RANK=_padded(rank),
@@ -169,16 +172,16 @@ def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Te
 
 
 @dropped_product.register_fake
-def _(input: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+def _(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return input.new_empty(*input.shape[:-1], len(weight))
 
 
 @custom_op("shoal::dropped_product_to_weight", mutates_args=())
-def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Returns the gradient of the weight."""
+def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Returns the gradient of the weight, in its dtype."""
     rank, width = gradient.shape[-1], input.shape[-1]
     if why_not(input.device, input.dtype, rank) is not None:
-        return gradient.reshape(-1, rank).mT @ drop(input, seed, p).reshape(-1, width)
+        return (gradient.reshape(-1, rank).mT @ drop(input, seed, p).reshape(-1, width)).to(dtype) * scaling
     from shoal.lora import triton_kernels
 
     x, outputs = input.reshape(-1, width).contiguous(), gradient.reshape(-1, rank).contiguous()
@@ -198,7 +201,7 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tenso
         width,
         rank,
         rows_each,
-        1 / (1 - p),
+        scaling / (1 - p),
         _threshold(p),
         WHOLE=rows_each * num_parts == tokens and not (width % columns or rank != _padded(rank)),
         RANK=_padded(rank),
@@ -206,20 +209,20 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tenso
         COLUMNS=columns,
         STAGES=3,
     )
-    return parts.sum(0).to(input.dtype)
+    return parts.sum(0).to(dtype)
 
 
 @_to_weight.register_fake
-def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float) -> Tensor:
-    return input.new_empty(gradient.shape[-1], input.shape[-1])
+def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float, dtype: torch.dtype) -> Tensor:
+    return input.new_empty(gradient.shape[-1], input.shape[-1], dtype=dtype)
 
 
 @custom_op("shoal::dropped_product_to_input", mutates_args=())
-def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the input."""
     rank, width = weight.shape
     if why_not(gradient.device, gradient.dtype, rank) is not None:
-        return drop(gradient @ weight, seed, p)
+        return drop(gradient @ weight.to(gradient.dtype) * scaling, seed, p)
     from shoal.lora import triton_kernels
 
     outputs = gradient.reshape(-1, rank).contiguous()
@@ -228,7 +231,7 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tenso
     out = outputs.new_empty(tokens, width)
     triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](
         outputs,
-        weight.contiguous(),
+        weight.to(outputs.dtype).contiguous(),
         seed,
         column_numbers(width, out.device),
         out,
@@ -236,7 +239,7 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tenso
         width,
         rank,
         columns_each,
-        1 / (1 - p),
+        scaling / (1 - p),
         _threshold(p),
         WHOLE=not (tokens % rows or width % columns_each or rank != _padded(rank)),
         RANK=_padded(rank),
@@ -248,20 +251,21 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tenso
 
 
 @_to_input.register_fake
-def _(gradient: Tensor, weight: Tensor, seed: Tensor, p: float) -> Tensor:
+def _(gradient: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.p = inputs
+    *tensors, p, scaling = inputs
+    ctx.options = p, scaling
     ctx.save_for_backward(*tensors)
 
 
 def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     input, weight, seed = ctx.saved_tensors
-    to_input = _to_input(gradient, weight, seed, ctx.p) if ctx.needs_input_grad[0] else None
-    to_weight = _to_weight(input, gradient, seed, ctx.p) if ctx.needs_input_grad[1] else None
-    return to_input, to_weight, None, None
+    to_input = _to_input(gradient, weight, seed, *ctx.options) if ctx.needs_input_grad[0] else None
+    to_weight = _to_weight(input, gradient, seed, *ctx.options, weight.dtype) if ctx.needs_input_grad[1] else None
+    return to_input, to_weight, None, None, None
 
 
 dropped_product.register_autograd(_product_backward, setup_context=_keep_for_backward)

@@ -39,14 +39,14 @@ class Factor(nn.Linear):
         if self.bias is not None:
             _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor | None = None, dropout: float | None = None) -> Tensor:
-        """Multiplies x with the matrix. With a `dropout`, be it 0, one operator drops and multiplies."""
+    def forward(self, x: Tensor | None = None, dropout: float | None = None, scaling: float = 1.0) -> Tensor:
+        """Multiplies x with the matrix. With a `dropout`, be it 0, one operator drops, multiplies and scales."""
         if x is None:
             return self.weight.detach().clone()
         if dropout is None:
             return super().forward(x)
         dtype = autocast_dtype(x.device) or self.weight.dtype
-        return dropped_product(x.to(dtype), self.weight.to(dtype), draw_seed(x.device, dropout), dropout)
+        return dropped_product(x.to(dtype), self.weight, draw_seed(x.device, dropout), dropout, scaling)
 
 
 class EmbeddingFactor(nn.ParameterDict):
@@ -100,19 +100,24 @@ class AdaptedLinear(LowRankLayer):
     def forward(self, x: Tensor) -> Tensor:
         first, second, dropout = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.lora_dropout[ADAPTER]
         if isinstance(dropout, AdapterDropout) and dropout.drops_fused and not self.lora_magnitude_vector:
-            update = second(first(x, dropout.p))
+            # The operator scales the outputs of A, which are fewer than those of B, unless B has a bias to be scaled.
+            early, late = (self.scaling, 1.0) if second.bias is None else (1.0, self.scaling)
+            update = second(first(x, dropout.p, early))
         else:
+            late = self.scaling
             dropped = dropout(x)
             # Autocast casts by itself; to widen the input first would only cost time.
             inputs = dropped if autocast_dtype(x.device) else dropped.to(first.weight.dtype)
             update = second(first(inputs))
+        if late != 1:
+            # Not torch.add with alpha: inductor (torch 2.11 to 2.13) makes an addmm of it, without the alpha, where
+            # inputs have two dimensions.
+            update = update * late
         # The base comes last: a recomputation ends where the last tensor is kept for the backward, which is one of the
         # adapter's, so it does not repeat the base's product in the last layer of a block.
         result: Tensor = super().forward(x)
         if not self.lora_magnitude_vector:
-            # Not torch.add with alpha: inductor (torch 2.11 to 2.13) makes an addmm of it, without the alpha, where
-            # inputs have two dimensions.
-            return (result + update * self.scaling).to(result.dtype)
+            return (result + update).to(result.dtype)
         # DoRA: m / ‖W + scaling · BA‖ · (W + scaling · BA) x, and the bias. In what it adds to the base's output, PEFT
         # also drops inputs of the base.
         bias = getattr(self, "bias", None)
@@ -120,7 +125,7 @@ class AdaptedLinear(LowRankLayer):
         if bias is not None:
             base = base - bias
         factor = self.lora_magnitude_vector[ADAPTER]() / self._row_lengths(first(), second())
-        return (result + (factor - 1) * base + factor * update * self.scaling).to(result.dtype)
+        return (result + (factor - 1) * base + factor * update).to(result.dtype)
 
     @torch.no_grad()
     def _row_lengths(self, first: Tensor, second: Tensor) -> Tensor:

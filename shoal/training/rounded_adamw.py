@@ -50,16 +50,24 @@ def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _update(
-    weights: Tensor, gradients: Tensor, averages: Tensor, squares: Tensor, place: Tensor, factors: Tensor, skip: Tensor
+    weights: Tensor,
+    gradients: Tensor,
+    averages: Tensor,
+    squares: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    seed: Tensor,
+    factors: Tensor,
+    skip: Tensor,
 ) -> None:
     """Updates a part of one parameter, (rows, columns), in one pass.
 
-    `place` has the index of the first element, the distance of rows, and the seed; `factors` has one row of `_factors`.
-    All of them are tensors, so that a compiled function is compiled once.
+    `rows` and `columns` are int32 and add up to the index of an element; `factors` has one row of `_factors`. All of
+    them are tensors, so that a compiled function is compiled once. Indices that the compiler makes itself, as those of
+    torch.arange, are int64 in a kernel for variable widths (torch 2.11), and their products would not wrap around.
     """
-    rows, columns = (torch.arange(size, device=weights.device).to(torch.int32) for size in weights.shape)
-    first_bits = random_bits(place[0] + rows[:, None] * place[1] + columns, place[2])
-    second_bits = random_bits(first_bits, place[2])
+    first_bits = random_bits(rows[:, None] + columns, seed)
+    second_bits = random_bits(first_bits, seed)
     divisor, decay, step_size, root_correction, eps, rest1, beta2, rest2 = factors.unbind()
     gradient, old, average, square = (t.float() for t in (gradients, weights, averages, squares))
     gradient = gradient / divisor
@@ -105,8 +113,8 @@ class RoundedAdamW(Optimizer):
         declare_skips_on_device(self)
         self._names: dict[Tensor, str] = {}
         self._seed = 0
-        self._places: dict[Tensor, tuple[int, Tensor]] = {}
-        """For each parameter the row length of its part, and the tensor `place` of `_update`."""
+        self._places: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}
+        """For each parameter the rows, columns and seed of `_update`; the seed is another one for every update."""
 
     def name_parameters(self, named: Iterable[tuple[str, Tensor]], seed: int) -> None:
         """Takes the names of the model's parameters and the seed of the run, from which random bits are made."""
@@ -129,19 +137,18 @@ class RoundedAdamW(Optimizer):
         taken, skip = torch.stack(counts), skipped.bool()
         factors = self._factors(group, taken).unbind()
         places = [self._place(p, f"{number}.{index}") for index, p in parameters.items()]
-        table = torch.stack([place for _, place in places])
-        table[:, 2] = random_bits(taken.to(torch.int32), table[:, 2])  # another seed for every update
-        for (width, _), parameter, state, place, factor in zip(
-            places, parameters.values(), states, table.unbind(), factors, strict=True
+        seeds = random_bits(taken.to(torch.int32), torch.stack([seed for *_, seed in places])).unbind()
+        for (rows, columns, _), parameter, state, seed, factor in zip(
+            places, parameters.values(), states, seeds, factors, strict=True
         ):
             if not parameter.numel():  # a rank may hold nothing of a short tensor
                 continue
             assert parameter.grad is not None
             kept = parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
-            weights, averages, squares = (tensor.reshape(-1, width) for tensor in kept)
-            gradients = parameter.grad.reshape(-1, width)
+            weights, averages, squares = (tensor.reshape(len(rows), len(columns)) for tensor in kept)
+            gradients = parameter.grad.reshape(len(rows), len(columns))
             update = _compiled_update() if parameter.is_cuda and not is_fake(parameter) else _update
-            update(weights, gradients, averages, squares, place, factor, skip)
+            update(weights, gradients, averages, squares, rows, columns, seed, factor, skip)
             for tensor, updated in zip(kept, (weights, averages, squares), strict=True):
                 if not tensor.is_contiguous():  # `reshape` has made a copy
                     tensor.copy_(updated.view_as(tensor))
@@ -164,14 +171,17 @@ class RoundedAdamW(Optimizer):
         root_correction = (1 - beta2**taken).rsqrt()
         return torch.stack([divisor, decay, step_size, root_correction, eps, rest1, beta2_, rest2], dim=1)
 
-    def _place(self, parameter: Tensor, default_name: str) -> tuple[int, Tensor]:
-        """Returns the row length of this rank's part, and where its elements are in the whole tensor."""
+    def _place(self, parameter: Tensor, default_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns where the rows of this rank's part begin in the whole tensor, what columns add, and the seed."""
         if parameter not in self._places:
             whole: Tensor = getattr(parameter, "shard_of", parameter)
             width, first, distance = rows_of_part(whole.shape, local_slices(whole))
-            seed = mix(self._seed, "rounding", self._names.get(whole, default_name))
-            numbers = [_as_int32(number) for number in (first, distance, seed)]
-            self._places[parameter] = width, torch.tensor(numbers, dtype=torch.int32, device=parameter.device)
+            rows = first + distance * torch.arange(parameter.numel() // width)
+            seed = torch.tensor(mix(self._seed, "rounding", self._names.get(whole, default_name)) & 0xFFFFFFFF)
+            # Of more than 32 bits the lower ones, whatever the sign.
+            numbers = (rows, torch.arange(width), seed)
+            rows, columns, seed = (number.to(torch.int32).to(parameter.device) for number in numbers)
+            self._places[parameter] = rows, columns, seed
         return self._places[parameter]
 
 
@@ -192,8 +202,3 @@ def rows_of_part(shape: Iterable[int], slices: list[slice]) -> tuple[int, int, i
         return width, first, width
     last = split[-1]
     return max(1, prod(lengths[last:])), first, prod(sizes[last:])
-
-
-def _as_int32(number: int) -> int:
-    """Returns the lower 32 bits as a signed number."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -359,11 +359,12 @@ def test_the_kernels_of_adapters_drop_what_plain_code_drops(
     weight = torch.randn(rank, width, device=device, dtype=kind, requires_grad=True)
     seed = torch.tensor(777123, device=device)
     mask = dropout.kept_places(x.shape, seed, p).double() / (1 - p)
-    y = dropout.dropped_product(x, weight, seed, p)
+    y = dropout.dropped_product(x, weight, seed, p, 0.25)
     to_y = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, (x, weight), to_y), dropout.drop(x, seed, p)]
     dropped, gradient = x.double().detach() * mask, to_y.double()
-    right = [dropped @ weight.double().mT, gradient @ weight.double() * mask, gradient.mT @ dropped, dropped]
+    right = [0.25 * dropped @ weight.double().mT, 0.25 * gradient @ weight.double() * mask]
+    right += [0.25 * gradient.mT @ dropped, dropped]
     errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, right, strict=True)]
     assert max(errors) < (0.003 if kind == torch.bfloat16 else 0.0004)
     assert torch.equal(found[3] == 0, right[3].detach() == 0)

@@ -322,17 +322,17 @@ def test_the_fused_dropout_has_the_gradients_of_a_mask() -> None:
     """Also where a layer computes beside its dropped inputs, as DoRA's does; and the operators are as torch wants."""
     torch.manual_seed(0)
     x, weight = torch.randn(3, 5, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
-    seed, p = torch.tensor(5), 0.3
+    seed, p, scaling = torch.tensor(5), 0.3, 0.25
     mask = kept_places(x.shape, seed, p) / (1 - p)
-    found = dropped_product(x, weight, seed, p)
-    expected = (x * mask) @ weight.mT
+    found = dropped_product(x, weight, seed, p, scaling)
+    expected = scaling * (x * mask) @ weight.mT
     torch.testing.assert_close(found, expected)
     gradient = torch.randn_like(found)
     for one, other in zip(*(torch.autograd.grad(y, (x, weight), gradient) for y in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(torch.autograd.grad(drop(x, seed, p).sum(), x)[0], mask)
     for input in (x, torch.randn(5, 3, 12).transpose(0, 1).requires_grad_()):
-        torch.library.opcheck(torch.ops.shoal.dropped_product.default, (input, weight, seed, p))
+        torch.library.opcheck(torch.ops.shoal.dropped_product.default, (input, weight, seed, p, scaling))
         torch.library.opcheck(torch.ops.shoal.drop.default, (input, seed, p))
 
 

@@ -37,16 +37,16 @@ def gate_backward(
     active = neurons.float()
     gates = gated.float() / active.where(gated > 0, 1)
     keys = rotate(active, cos.float(), sin.float())
-    results = [tensor.to(neurons.dtype) for tensor in (to_gated * active * scale, to_gated * gates, keys)]
+    to_neurons = (to_gated * gates + 0.0).where(active > 0, -0.0)
+    results = [tensor.to(neurons.dtype) for tensor in (to_gated * active * scale, to_neurons, keys)]
     return results[0], results[1], results[2]
 
 
-def keys_backward(
-    scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
+def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     to_keys = (scores.float() @ keys.float()).to(keys.dtype)
     total = rotate(to_keys.float(), cos.float(), -sin.float()) + to_neurons.float()
-    return total.where(neurons > 0, 0).to(neurons.dtype)
+    inactive = (to_neurons == 0) & to_neurons.signbit()
+    return total.masked_fill(inactive, 0).to(keys.dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 ENCODE = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 4}
 GATE = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 4}
 GATE_BACKWARD = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 3}
-KEYS_BACKWARD = {"DEPTH": 512, "ROWS": 64, "COLUMNS": 64}
+KEYS_BACKWARD = {"DEPTH": 512, "ROWS": 64, "COLUMNS": 64, "STAGES": 2}
 
 
 @cache
@@ -32,15 +32,15 @@ def why_not(embd: int, neurons: int) -> str | None:
     return None
 
 
-def fits(tokens: Tensor, width: int) -> bool:
-    """Returns whether kernels can compute for tokens (…, time, embd) and so many neurons in a head. Places within a
-    tile of a tensor (heads, batch, time, neurons) are numbers of 32 bits."""
-    return why_not(tokens.shape[-1], width) is None and tokens.shape[-2] * width < 2**31
+def fits(time: int, embd: int, neurons: int) -> bool:
+    """Returns whether kernels can compute for so many tokens in a sequence, channels, and neurons in a head. Places
+    within a tile of a tensor (heads, batch, time, neurons) are numbers of 32 bits."""
+    return why_not(embd, neurons) is None and time * neurons < 2**31
 
 
-def fits_keys(neurons: Tensor) -> bool:
+def fits_keys(keys: Tensor) -> bool:
     """Returns whether `keys_backward` can compute: the scores of a token have to fit into registers."""
-    *_, time, width = neurons.shape
+    *_, time, width = keys.shape
     return why_not(256, width) is None and 256 < time <= 512 and time % 8 == 0
 
 
@@ -52,7 +52,7 @@ def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     sequences, rows, columns, _ = ENCODE.values()
     gluon_kernels.encode[_tiles(batch, 2 * sequences, time, rows), heads](
         x.contiguous(),
-        _described(interleaved(encoder).flatten(0, 1), (embd, columns)),
+        _described(encoder.contiguous().flatten(0, 1), (embd, columns)),
         *(_described(table.contiguous(), (rows, columns // 2)) for table in (cos, sin)),
         *_by_pair(neurons, keys),
         batch,
@@ -73,7 +73,7 @@ def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, see
     sequences, rows, columns, _ = GATE.values()
     gluon_kernels.gate[_tiles(batch, 2 * sequences, time, rows), heads](
         normed.contiguous(),
-        _described(interleaved(encoder_v).flatten(0, 1), (embd, columns)),
+        _described(encoder_v.contiguous().flatten(0, 1), (embd, columns)),
         _described(neurons.contiguous().flatten(0, 1), (2 * sequences, rows, columns)),
         *_by_pair(gated),
         seed,
@@ -118,16 +118,14 @@ def gate_backward(
     return to_gates, to_neurons, keys
 
 
-def keys_backward(
-    scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
+def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from shoal.models.bdh import gluon_kernels
 
-    result = torch.empty_like(neurons)
-    heads, batch, time, width = neurons.shape
-    depth, rows, columns = KEYS_BACKWARD.values()
-    blocks = ((1, depth, columns), (1, 2 * rows, columns), (1, 2 * rows, columns))
-    tensors = (tensor.contiguous().flatten(0, 1) for tensor in (keys, to_neurons, neurons))
+    result = torch.empty_like(keys)
+    heads, batch, time, width = keys.shape
+    depth, rows, columns, _ = KEYS_BACKWARD.values()
+    blocks = ((1, depth, columns), (1, 2 * rows, columns))
+    tensors = (tensor.contiguous().flatten(0, 1) for tensor in (keys, to_neurons))
     gluon_kernels.keys_backward[(_tiles(heads * batch, 1, time, 2 * rows),)](
         scores.contiguous(),
         *(_described(tensor, block) for tensor, block in zip(tensors, blocks, strict=True)),
@@ -146,7 +144,7 @@ def interleaved(weight: Tensor) -> Tensor:
 
     Of 32 columns 8q + 2j + e (q and j below 4, e below 2), the tensor cores give 8j + 2q + e to thread q.
     """
-    return weight.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2).flatten(-4).contiguous()
+    return weight.unflatten(-1, (-1, 4, 4, 2)).transpose(-3, -2).flatten(-4)
 
 
 def _by_pair(*tensors: Tensor) -> list[Tensor]:

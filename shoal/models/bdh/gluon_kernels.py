@@ -98,6 +98,22 @@ def _unpacked(pairs):
 
 
 @gluon.jit
+def _marked(gradients, neurons):
+    """Returns gradients with -0.0 where a neuron is 0. Elsewhere adding 0.0 makes a 0.0 of a -0.0.
+
+    As bits, because Triton takes a -0.0 in the code for 0.0.
+    """
+    bits = gl.where(neurons > 0.0, (gradients + 0.0).to(gl.int32, bitcast=True), -2147483648)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _where_active(gradients, marked):
+    """Returns gradients where `marked` is not the -0.0 of a neuron that is 0, else 0."""
+    return gl.where(marked.to(gl.int32, bitcast=True) != -2147483648, gradients, 0.0)
+
+
+@gluon.jit
 def _inverse(values):
     """Returns 1 / values up to the last bit of float32; for values below the smallest normal one, that of it."""
     return gl.inline_asm_elementwise(
@@ -156,9 +172,15 @@ def _operand(
 
 
 @gluon.jit
-def _product(left, right, COLUMNS: gl.constexpr):
+def _begun(left, right, COLUMNS: gl.constexpr):
+    """Begins a product; `_done` waits for it."""
     nothing = gl.zeros([left.shape[0], COLUMNS], gl.float32, _product_layout(COLUMNS))
-    return warpgroup_mma_wait(0, deps=(warpgroup_mma(left, right, nothing, use_acc=False, is_async=True),))
+    return warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _done(product):
+    return warpgroup_mma_wait(0, deps=(product,))
 
 
 @gluon.jit
@@ -221,7 +243,7 @@ def _encode_part(
     begin = ((head * batch + sequence).to(gl.int64) * time + row) * (N // 2)
     for i in range(N // COLUMNS):
         slot = _wait(full, i, STAGES)
-        first, second = _ordered(_product(tokens, weights.index(slot), COLUMNS), SEQUENCES, ROWS, COLUMNS)
+        first, second = _ordered(_done(_begun(tokens, weights.index(slot), COLUMNS)), SEQUENCES, ROWS, COLUMNS)
         found = _packed_relu(first, second)
         first, second = _unpacked(found)
         c, s = _table(coss.index(slot), SEQUENCES, ROWS, COLUMNS), _table(sins.index(slot), SEQUENCES, ROWS, COLUMNS)
@@ -307,7 +329,7 @@ def _gate_part(
     gated += (begin.to(gl.int64) * time + row) * (N // 2)
     for i in range(N // COLUMNS):
         slot = _wait(full, i, STAGES)
-        first, second = _ordered(_product(tokens, weights.index(slot), COLUMNS), SEQUENCES, ROWS, COLUMNS)
+        first, second = _ordered(_done(_begun(tokens, weights.index(slot), COLUMNS)), SEQUENCES, ROWS, COLUMNS)
         own = actives.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0)
         one, other = _loaded(own, SEQUENCES, ROWS, COLUMNS)
         _release(free.index(slot))
@@ -394,20 +416,19 @@ def _gate_backward_part(
     for i in range(N // COLUMNS):
         slot = _wait(full, i, STAGES)
         weight = weights.index(slot).reshape([COLUMNS, D]).permute([1, 0])
-        nothing = gl.zeros([SEQUENCES * ROWS, COLUMNS], gl.float32, _product_layout(COLUMNS))
-        coming = warpgroup_mma(tokens, weight, nothing, use_acc=False, is_async=True)
+        coming = _begun(tokens, weight, COLUMNS)
         at = begin + i * (COLUMNS // 2) + places
         one, other = _loaded(actives.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0), SEQUENCES, ROWS, COLUMNS)
         c, s = _table(coss.index(slot), SEQUENCES, ROWS, COLUMNS), _table(sins.index(slot), SEQUENCES, ROWS, COLUMNS)
         gl.store(keys + at, _packed(one * c - other * s, other * c + one * s), mask=inside)
         result, another = _loaded(results.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0), SEQUENCES, ROWS, COLUMNS)
-        product = warpgroup_mma_wait(0, deps=(coming,))
+        product = _done(coming)
         _release(free.index(slot))
         first, second = _ordered(product, SEQUENCES, ROWS, COLUMNS)
         first, second = gl.where(result > 0.0, first, 0.0), gl.where(another > 0.0, second, 0.0)
         gl.store(to_gates + at, _packed(first * one * scale, second * other * scale), mask=inside)
         first, second = first * (result * _inverse(one)), second * (another * _inverse(other))
-        gl.store(to_neurons + at, _packed(first, second), mask=inside)
+        gl.store(to_neurons + at, _packed(_marked(first, one), _marked(second, other)), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["batch", "time"])
@@ -433,7 +454,8 @@ def gate_backward(
 ):
     """The gradients of gates and, through the gating, of neurons; and keys again. Programs as in `encode`.
 
-    `decoder` comes as (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns.
+    Where a neuron is 0, its gradient is -0.0, so that `keys_backward` need not read neurons. `decoder` comes as
+    (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns.
     """
     tiles = gl.cdiv(time, ROWS)
     row, sequence = gl.program_id(0) % tiles * ROWS, gl.program_id(0) // tiles * (2 * SEQUENCES)
@@ -460,53 +482,58 @@ def gate_backward(
 
 
 @gluon.jit
-def _keys_load(inputs, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    keys, to_neurons, neurons, cos, sin, shared, bars, sequence, row, N = inputs
-    rights, parts, actives, coss, sins = shared
-    full, free, full_parts, free_parts, full_table, free_table = bars
-    for i in range(N // COLUMNS):
-        slot, column = _wait_free(free, i, 2), i * COLUMNS
+def _keys_load(inputs, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    keys, to_neurons, cos, sin, shared, bars, sequence, row, N = inputs
+    rights, parts, coss, sins = shared
+    full, free, full_parts, free_parts = bars
+    for i in range(N // COLUMNS + 1):  # the product after the last tile is begun and thrown away
+        slot, column = _wait_free(free, i, STAGES), i * COLUMNS % N
         bar = full.index(slot)
         mbarrier.expect(bar, DEPTH * COLUMNS * 2)
         tma.async_copy_global_to_shared(keys, [sequence, 0, column], bar, rights.index(slot))
-        bar = full_parts.index(_wait_free(free_parts, i, 2))
-        mbarrier.expect(bar, 4 * ROWS * COLUMNS * 2)
-        tma.async_copy_global_to_shared(to_neurons, [sequence, row, column], bar, parts.index(slot))
-        tma.async_copy_global_to_shared(neurons, [sequence, row, column], bar, actives.index(slot))
-        bar = full_table.index(_wait_free(free_table, i, 1))
-        mbarrier.expect(bar, 2 * ROWS * COLUMNS * 2)
-        tma.async_copy_global_to_shared(cos, [row, column // 2], bar, coss)
-        tma.async_copy_global_to_shared(sin, [row, column // 2], bar, sins)
+        if i < N // COLUMNS:  # nobody would wait for more, and no copy may arrive after the program has ended
+            slot = _wait_free(free_parts, i, 2)
+            bar = full_parts.index(slot)
+            mbarrier.expect(bar, 4 * ROWS * COLUMNS * 2)
+            tma.async_copy_global_to_shared(to_neurons, [sequence, row, column], bar, parts.index(slot))
+            tma.async_copy_global_to_shared(cos, [row, column // 2], bar, coss.index(slot))
+            tma.async_copy_global_to_shared(sin, [row, column // 2], bar, sins.index(slot))
 
 
 @gluon.jit
-def _keys_part(inputs, PART: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _keys_part(
+    inputs,
+    PART: gl.constexpr,
+    DEPTH: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     scores, result, shared, bars, sequence, row, time, N = inputs
-    rights, parts, actives, coss, sins = shared
-    full, free, full_parts, free_parts, full_table, free_table = bars
+    rights, parts, coss, sins = shared
+    full, free, full_parts, free_parts = bars
     PAIRS: gl.constexpr = _pair_layout(1, ROWS, COLUMNS)
     row += PART * ROWS
     own = _operand(scores, sequence, row, sequence + 1, time, time, DEPTH, 1, ROWS, COLUMNS)
     places, inside = _places(0, row, 1, time, N, 1, ROWS, COLUMNS)
     result += (sequence.to(gl.int64) * time + row) * (N // 2)
+    coming = _begun(own, rights.index(_wait(full, 0, STAGES)).reshape([DEPTH, COLUMNS]), COLUMNS)
     for i in range(N // COLUMNS):
-        slot = _wait(full, i, 2)
-        product = _product(own, rights.index(slot).reshape([DEPTH, COLUMNS]), COLUMNS)
-        _release(free.index(slot))
-        first, second = gl.split(gl.reshape(product, [1, ROWS, COLUMNS // 2, 2]))
-        first, second = _unpacked(gl.convert_layout(_packed(first, second), PAIRS))
-        _wait(full_table, i, 1)
-        c = _table(coss.slice(PART * ROWS, ROWS, 0), 1, ROWS, COLUMNS)
-        s = _table(sins.slice(PART * ROWS, ROWS, 0), 1, ROWS, COLUMNS)
-        _release(free_table.index(0))
-        first, second = first * c + second * s, second * c - first * s
-        _wait(full_parts, i, 2)
+        first, second = gl.split(gl.reshape(_done(coming), [1, ROWS, COLUMNS // 2, 2]))
+        _release(free.index(i % STAGES))
+        # Packed before the next product begins, because there are registers for one product alone.
+        to_keys = gl.convert_layout(_packed(first, second), PAIRS)
+        coming = _begun(own, rights.index(_wait(full, i + 1, STAGES)).reshape([DEPTH, COLUMNS]), COLUMNS)
+        first, second = _unpacked(to_keys)
+        slot = _wait(full_parts, i, 2)
+        c = _table(coss.index(slot).slice(PART * ROWS, ROWS, 0), 1, ROWS, COLUMNS)
+        s = _table(sins.index(slot).slice(PART * ROWS, ROWS, 0), 1, ROWS, COLUMNS)
         one, other = _loaded(parts.index(slot).slice(PART * ROWS, ROWS, 1), 1, ROWS, COLUMNS)
-        first, second = first + one, second + other
-        one, other = _loaded(actives.index(slot).slice(PART * ROWS, ROWS, 1), 1, ROWS, COLUMNS)
         _release(free_parts.index(slot))
-        first, second = gl.where(one > 0.0, first, 0.0), gl.where(other > 0.0, second, 0.0)
+        first, second = first * c + second * s + one, second * c - first * s + other
+        first, second = _where_active(first, one), _where_active(second, other)
         gl.store(result + i * (COLUMNS // 2) + places, _packed(first, second), mask=inside)
+    _done(coming)
 
 
 @gluon.jit(do_not_specialize=["eighths"])
@@ -514,7 +541,6 @@ def keys_backward(
     scores,
     keys,
     to_neurons,
-    neurons,
     cos,
     sin,
     result,
@@ -523,8 +549,9 @@ def keys_backward(
     DEPTH: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """result = to_neurons + scores @ keys rotated back, where neurons are above 0, else 0.
+    """result = to_neurons + scores @ keys rotated back; 0 where to_neurons is the -0.0 that `gate_backward` leaves.
 
     Each of the two groups keeps ROWS rows of the scores of a sequence, up to DEPTH columns, while it goes through all
     neurons. Programs next to each other have other rows of the same sequence, and find its keys in the L2 cache.
@@ -532,28 +559,19 @@ def keys_backward(
     time = eighths * 8  # so that rows of scores are known to begin at multiples of 16 bytes
     tiles = gl.cdiv(time, 2 * ROWS)
     row, sequence = gl.program_id(0) % tiles * (2 * ROWS), gl.program_id(0) // tiles
-    rights = gl.allocate_shared_memory(gl.bfloat16, [2, 1, DEPTH, COLUMNS], keys.layout)
-    parts = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 2 * ROWS, COLUMNS], neurons.layout)
-    actives = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 2 * ROWS, COLUMNS], neurons.layout)
-    coss = gl.allocate_shared_memory(gl.bfloat16, [2 * ROWS, COLUMNS // 2], cos.layout)
-    sins = gl.allocate_shared_memory(gl.bfloat16, [2 * ROWS, COLUMNS // 2], cos.layout)
-    # The ring of cos and sin has one place, because shared memory has no room for two.
-    bars = (
-        _barriers(2, 1),
-        _barriers(2, 2),
-        _barriers(2, 1),
-        _barriers(2, 2),
-        _barriers(1, 1),
-        _barriers(1, 2),
-    )
-    shared = (rights, parts, actives, coss, sins)
+    rights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, DEPTH, COLUMNS], keys.layout)
+    parts = gl.allocate_shared_memory(gl.bfloat16, [2, 1, 2 * ROWS, COLUMNS], to_neurons.layout)
+    coss = gl.allocate_shared_memory(gl.bfloat16, [2, 2 * ROWS, COLUMNS // 2], cos.layout)
+    sins = gl.allocate_shared_memory(gl.bfloat16, [2, 2 * ROWS, COLUMNS // 2], cos.layout)
+    bars = (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 2))
+    shared = (rights, parts, coss, sins)
     inputs = (scores, result, shared, bars, sequence, row, time, N)
-    loaded = (keys, to_neurons, neurons, cos, sin, shared, bars, sequence, row, N)
+    loaded = (keys, to_neurons, cos, sin, shared, bars, sequence, row, N)
     gl.warp_specialize(
         [
-            (_keys_part, (inputs, 0, DEPTH, ROWS, COLUMNS)),
-            (_keys_part, (inputs, 1, DEPTH, ROWS, COLUMNS)),
-            (_keys_load, (loaded, DEPTH, ROWS, COLUMNS)),
+            (_keys_part, (inputs, 0, DEPTH, ROWS, COLUMNS, STAGES)),
+            (_keys_part, (inputs, 1, DEPTH, ROWS, COLUMNS, STAGES)),
+            (_keys_load, (loaded, DEPTH, ROWS, COLUMNS, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -79,15 +79,15 @@ class TritonHeads(torch.autograd.Function):
         seed: Tensor,
     ) -> Tensor:
         kind = torch.bfloat16
-        values = x.to(kind)
-        neurons, keys = encode(values, encoder.to(kind), cos.to(kind), sin.to(kind))
-        scores = (keys @ keys.mT).tril(-1)
+        values, *weights, cos, sin = (tensor.to(kind) for tensor in (x, encoder, encoder_v, decoder, cos, sin))
+        neurons, keys = encode(values, _arranged(weights[0], x), cos, sin)
+        scores = earlier_scores(keys).tril(-1)
         del keys
         attended = scores @ values
-        gated = gate(norm(attended).to(kind), encoder_v.to(kind), neurons, dropout, seed)
-        y = torch.bmm(gated.flatten(1, 2), decoder.to(kind)).sum(0).view_as(x)
-        ctx.save_for_backward(x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gated)
-        ctx.dropout = dropout
+        gated = gate(norm(attended).to(kind), _arranged(weights[1], x), neurons, dropout, seed)
+        y = torch.bmm(gated.flatten(1, 2), weights[2]).sum(0).view_as(x)
+        ctx.save_for_backward(values, *weights, cos, sin, neurons, scores, attended, gated)
+        ctx.dropout, ctx.dtypes = dropout, [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
         return y
 
     @staticmethod
@@ -95,16 +95,19 @@ class TritonHeads(torch.autograd.Function):
     def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients, of some heads at a time: what a backward needs for a moment is as large as what a
         level keeps, and would decide how much memory a step takes."""
-        x, encoder, encoder_v, decoder, cos, sin, *kept = ctx.saved_tensors
-        values, to_y, cos, sin = (tensor.to(torch.bfloat16).contiguous() for tensor in (x, to_y, cos, sin))
+        values, encoder, encoder_v, decoder, cos, sin, *kept = ctx.saved_tensors
+        to_y = to_y.to(torch.bfloat16).contiguous()
         by_head = zip(
             *(tensor.split(-(-len(encoder) // 2)) for tensor in (encoder, encoder_v, decoder, *kept)), strict=True
         )
         wanted, scale = ctx.needs_input_grad[1:4], 1 / (1 - ctx.dropout)
         parts = [_gradients(values, to_y, cos, sin, scale, wanted, *some) for some in by_head]
         to_x, *to_weights = zip(*parts, strict=True)
-        gradients = (None if to_it[0] is None else torch.cat(to_it) for to_it in to_weights)
-        return sum(to_x).to(x.dtype), *gradients, None, None, None, None
+        gradients = (
+            None if to_it[0] is None else torch.cat([part.to(dtype) for part in to_it])
+            for to_it, dtype in zip(to_weights, ctx.dtypes[1:], strict=True)
+        )
+        return sum(to_x).to(ctx.dtypes[0]), *gradients, None, None, None, None
 
 
 def _gradients(
@@ -126,32 +129,72 @@ def _gradients(
 
     A name `to_gates` is the gradient with respect to `gates` before their ReLU.
     """
-    kind, heads = x.dtype, len(encoder)
+    heads = len(encoder)
     tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (x, to_y))
     to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if wanted[2] else None
-    to_gates, to_neurons, keys = gate_backward(to_y, decoder.to(kind), neurons, gated, cos, sin, scale)
+    to_gates, to_neurons, keys = gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
     to_gates = to_gates.flatten(1, 2)
     normed, deviation = norm_with_deviation(attended)
-    to_encoder_v = torch.bmm(normed.to(kind).flatten(1, 2).mT, to_gates) if wanted[1] else None
-    to_normed = torch.bmm(to_gates, encoder_v.to(kind).mT).view_as(attended)
+    to_encoder_v = torch.bmm(normed.to(x.dtype).flatten(1, 2).mT, to_gates) if wanted[1] else None
+    to_normed = torch.bmm(to_gates, encoder_v.mT).view_as(attended)
     del to_gates
 
-    to_attended = through_norm(to_normed, normed, deviation).to(kind)
+    to_attended = through_norm(to_normed, normed, deviation).to(x.dtype)
     to_values = scores.mT @ to_attended
     to_scores = (to_attended @ x.mT).tril(-1)
     to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
-    to_neurons = keys_backward(to_scores, keys, to_neurons, neurons, cos, sin).flatten(1, 2)
+    to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
     del keys
     to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
-    to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.to(kind).mT).sum(0, dtype=torch.float32)
-    to_weights = zip((to_encoder, to_encoder_v, to_decoder), (encoder, encoder_v, decoder), strict=True)
-    return to_x.view_as(x), *(None if to_it is None else to_it.to(it.dtype) for to_it, it in to_weights)
+    to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.mT).sum(0, dtype=torch.float32)
+    return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
+
+
+def _arranged(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Returns a weight (heads, embd, neurons) as the kernels that compute `encode` and `gate` want it."""
+    return gluon_heads.interleaved(weight) if _in_gluon(*tokens.shape[-2:], weight.shape[-1]) else weight
+
+
+@torch.compiler.assume_constant_result
+def _in_gluon(time: int, embd: int, neurons: int) -> bool:
+    return gluon_heads.fits(time, embd, neurons)
+
+
+@custom_op("shoal::bdh_earlier_scores", mutates_args=())
+def earlier_scores(keys: Tensor) -> Tensor:
+    """Returns keys @ keys.mT, (heads, batch, time, time). What is above the diagonal may be any number.
+
+    Some rows at a time, each with the keys up to the last of them: of 512 tokens that leaves out a quarter.
+    """
+    *by_sequence, time, _ = keys.shape
+    keys = keys.flatten(0, 1)
+    scores = keys.new_empty(len(keys), time, time)
+    for first, end in _row_groups(time):
+        torch.bmm(keys[:, first:end], keys[:, :end].mT, out=scores[:, first:end, :end])
+    return scores.view(*by_sequence, time, time)
+
+
+@earlier_scores.register_fake
+def _(keys: Tensor) -> Tensor:
+    return keys.new_empty(*keys.shape[:-1], keys.shape[-2])
+
+
+def _row_groups(time: int) -> list[tuple[int, int]]:
+    """Returns the first row and the end of each group of rows: at least 256, so that the products are quick."""
+    size = max(256, time // 8)
+    return [(first, min(first + size, time)) for first in range(0, time, size)]
+
+
+@register_flop_formula(torch.ops.shoal.bdh_earlier_scores)
+def _(keys: Sequence[int], *rest: Any, **options: Any) -> int:
+    heads, batch, time, neurons = keys
+    return sum(2 * heads * batch * (end - first) * end * neurons for first, end in _row_groups(time))
 
 
 @custom_op("shoal::bdh_encode", mutates_args=())
 def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns neurons = relu(x @ encoder), and the same rotated."""
-    if gluon_heads.fits(x, encoder.shape[-1]):
+    """Returns neurons = relu(x @ encoder), and the same rotated. `_arranged` has made the weight ready."""
+    if gluon_heads.fits(*x.shape[-2:], encoder.shape[-1]):
         return gluon_heads.encode(x, encoder, cos, sin)
     from shoal.models.bdh import triton_kernels
 
@@ -182,8 +225,8 @@ def _(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 @custom_op("shoal::bdh_gate", mutates_args=())
 def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
-    """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64."""
-    if gluon_heads.fits(normed, neurons.shape[-1]):
+    """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64. The weight as in `encode`."""
+    if gluon_heads.fits(*normed.shape[-2:], neurons.shape[-1]):
         return gluon_heads.gate(normed, encoder_v, neurons, dropout, seed)
     from shoal.models.bdh import triton_kernels
 
@@ -218,8 +261,11 @@ def _(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: 
 def gate_backward(
     to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's."""
-    if gluon_heads.fits(to_y, neurons.shape[-1]):
+    """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's.
+
+    Where a neuron is 0, its gradient is -0.0, which tells `keys_backward` so.
+    """
+    if gluon_heads.fits(*to_y.shape[-2:], neurons.shape[-1]):
         return gluon_heads.gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
     from shoal.models.bdh import triton_kernels
 
@@ -253,18 +299,16 @@ def _(
 
 
 @custom_op("shoal::bdh_keys_backward", mutates_args=())
-def keys_backward(
-    scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
+def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns the gradient of neurons before their ReLU: scores @ keys rotated back, and that through the gating."""
-    if gluon_heads.fits_keys(neurons):
-        return gluon_heads.keys_backward(scores, keys, to_neurons, neurons, cos, sin)
+    if gluon_heads.fits_keys(keys):
+        return gluon_heads.keys_backward(scores, keys, to_neurons, cos, sin)
     from shoal.models.bdh import triton_kernels
 
-    heads, batch, time, width = neurons.shape
-    result = torch.empty_like(neurons)
+    heads, batch, time, width = keys.shape
+    result = torch.empty_like(keys)
     rows = columns = 64
-    tensors = (tensor.flatten(0, 1) for tensor in (scores @ keys, to_neurons, neurons, result))
+    tensors = (tensor.flatten(0, 1) for tensor in (scores @ keys, to_neurons, result))
     *inputs, output = (_described(tensor, (1, rows, columns)) for tensor in tensors)
     tables = (_described(table, (rows, columns // 2)) for table in (cos, sin))
     triton_kernels.neurons_backward[(-(-time // rows) * heads * batch, width // columns)](
@@ -274,8 +318,8 @@ def keys_backward(
 
 
 @keys_backward.register_fake
-def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(neurons)
+def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(keys)
 
 
 @register_flop_formula([torch.ops.shoal.bdh_encode, torch.ops.shoal.bdh_gate, torch.ops.shoal.bdh_gate_backward])

@@ -151,6 +151,9 @@ def gate_backward(
 
     Gates are gated / neurons, which is exact up to rounding where neurons are not 0; elsewhere they do not matter. What
     was dropped is 0 in `gated`, so nothing needs to know the dropout mask.
+
+    Where a neuron is 0, its gradient is -0.0, and elsewhere adding 0.0 makes a 0.0 of a -0.0. So `neurons_backward`
+    need not read neurons.
     """
     tiles = tl.cdiv(time, ROWS)
     row, sequence = tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles * SEQUENCES
@@ -169,14 +172,15 @@ def gate_backward(
         to_gated = tl.where(result > 0.0, to_gated, 0.0)
         tl.store(to_gates + columns, (to_gated * active * scale).to(tl.bfloat16), mask=inside)
         gates = result / tl.where(result > 0.0, active, 1.0)
-        tl.store(to_neurons + columns, (to_gated * gates).to(tl.bfloat16), mask=inside)
+        # As bits, because Triton takes a -0.0 in the code for 0.0.
+        bits = tl.where(active > 0.0, (to_gated * gates + 0.0).to(tl.int32, bitcast=True), -2147483648)
+        tl.store(to_neurons + columns, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
 def neurons_backward(
     to_keys,
     to_neurons,
-    neurons,
     cos,
     sin,
     result,
@@ -184,7 +188,7 @@ def neurons_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """result = to_neurons + to_keys rotated back, where neurons are above 0, else 0.
+    """result = to_neurons + to_keys rotated back; 0 where to_neurons is the -0.0 that `gate_backward` leaves.
 
     Programs: (tiles of positions · heads · sequences, tiles of neurons).
     """
@@ -193,7 +197,6 @@ def neurons_backward(
     column = tl.program_id(1) * COLUMNS
     total = tl.reshape(to_keys.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
     total = _rotated(total, cos.load([row, column // 2]), -sin.load([row, column // 2]), 1, ROWS, COLUMNS)
-    total += tl.reshape(to_neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
-    active = tl.reshape(neurons.load([sequence, row, column]), (ROWS, COLUMNS)).to(tl.float32)
-    total = tl.where(active > 0.0, total, 0.0).to(tl.bfloat16)
+    marked = tl.reshape(to_neurons.load([sequence, row, column]), (ROWS, COLUMNS))
+    total = tl.where(marked.to(tl.int16, bitcast=True) != -32768, total + marked.to(tl.float32), 0.0).to(tl.bfloat16)
     result.store([sequence, row, column], tl.reshape(total, (1, ROWS, COLUMNS)))
