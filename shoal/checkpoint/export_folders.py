@@ -32,8 +32,9 @@ from shoal.weights.conversion import open_safetensors
 
 SHARD_SIZE = "5GB"
 MERGE_INTO = ("original", "dequantised")
-LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 2e-2
-"""How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order."""
+LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 5e-2
+"""How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order. In
+half precision that is up to a few percent, on some CPUs more than on others. Tensors are compared to the bit."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

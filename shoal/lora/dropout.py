@@ -185,7 +185,7 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
     from shoal.lora import triton_kernels
 
     x, outputs = input.reshape(-1, width).contiguous(), gradient.reshape(-1, rank).contiguous()
-    tokens, rows, columns = len(x), 128, 64
+    tokens, rows, columns = len(x), 64, 64
     tiles = _tiles(width, columns)
     # Enough programs for a large GPU, but not by its size: the sum must not depend on that.
     num_parts = max(1, min(_tiles(256, tiles), _tiles(tokens, rows)))
@@ -207,7 +207,7 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
         RANK=_padded(rank),
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=3,
+        STAGES=4,
     )
     return parts.sum(0).to(dtype)
 
@@ -226,7 +226,7 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float, scaling:
     from shoal.lora import triton_kernels
 
     outputs = gradient.reshape(-1, rank).contiguous()
-    tokens, rows, columns = len(outputs), 128, 64
+    tokens, rows, columns = len(outputs), 64, 64
     columns_each = 1024 if width % columns else gcd(width, 1024)
     out = outputs.new_empty(tokens, width)
     triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](

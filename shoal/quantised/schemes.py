@@ -172,6 +172,7 @@ class FourBit:
             NESTED_BLOCK=NESTED_BLOCK,
             BLOCKS=_BLOCKS_EACH,
             enable_fp_fusion=False,
+            num_warps=2,
         )
         return numbers[: prod(shape)].view(shape)
 

@@ -88,6 +88,16 @@ def test_a_frozen_weight_gets_no_gradient_and_products_are_counted() -> None:
         assert counter.get_total_flops() == products * with_weights + 2 * between_tokens + 3 * of_values
 
 
+@pytest.mark.parametrize("time", [5, 256, 300, 700, 2100])
+def test_scores_of_later_tokens_are_left_out(time: int) -> None:
+    keys = torch.randn(2, 1, time, 4, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        scores = triton_heads.earlier_scores(keys).tril(-1)
+    torch.testing.assert_close(scores, (keys @ keys.mT).tril(-1))
+    whole = 2 * keys.numel() * time
+    assert counter.get_total_flops() == whole if time <= 256 else counter.get_total_flops() < 0.93 * whole
+
+
 def test_the_dropout_mask_is_fair_and_follows_the_seed() -> None:
     shape = (2, 4, 64, 256)
     masks = [dropout_mask(seed, shape, 0.2).double() for seed in (1, 2)]

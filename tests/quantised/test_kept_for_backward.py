@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.config.schema import ActivationCheckpointingConfig
-from shoal.lora import LoraConfig
+from shoal.lora import LoraConfig, dropout
 from shoal.lora.adapters import add_adapters
 from shoal.quantised import FourBit, QuantisedLinear, quantise_layers
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
@@ -166,3 +166,20 @@ def test_the_operator_is_registered_as_torch_wants() -> None:
     tensors = torch.randn(3, 5, 64, requires_grad=True), layer.weight, layer.statistics, layer.bias
     options = layer.scheme.quant_type, layer.scheme.double, layer.shape, False
     torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *options))
+
+
+def test_a_compiled_block_computes_the_first_products_of_adapters_once(
+    quick_compile: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are small, so a recomputed block keeps them. Each adapter drops in that product and in its two gradients."""
+    model = llama("full", compiled=True)
+    run_block(model)[1].sum().backward()
+    times, kept_places = [0], dropout.kept_places
+
+    def counted(*args: Any) -> Tensor:
+        times[0] += 1
+        return kept_places(*args)
+
+    monkeypatch.setattr(dropout, "kept_places", counted)
+    run_block(model)[1].sum().backward()
+    assert times[0] == 3 * 7
