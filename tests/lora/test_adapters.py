@@ -362,10 +362,17 @@ def test_fused_kernels_need_a_dropout() -> None:
         apply_kernels(model, "fused", torch.device("cpu"))
 
 
-def test_a_proof_without_dropout_computes_by_the_operator() -> None:
-    """`shoal verify` sets p to 0; it must prove what a run computes by, and draw nothing for it."""
+@pytest.mark.parametrize("lora_bias", [False, True])
+def test_a_proof_without_dropout_computes_by_the_operator(lora_bias: bool) -> None:
+    """`shoal verify` sets p to 0; it must prove what a run computes by, and draw nothing for it.
+
+    The operator scales the outputs of A, but not if B has a bias, which is scaled, too.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(32, 16))
-    add_adapters(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False))
+    lora = {"r": 4, "lora_alpha": 7, "lora_dropout": 0.5, "target_modules": ["0"], "lora_bias": lora_bias}
+    add_adapters(model, LoraConfig(**lora, init_lora_weights=False))
+    if lora_bias:
+        torch.nn.init.normal_(model.get_parameter("0.lora_B.default.bias"))
     x = torch.randn(8, 32)
     expected = model.eval()(x)
     apply_kernels(model.train(), "fused", torch.device("cpu"))

@@ -152,7 +152,9 @@ def _gradients(
 
 def _arranged(weight: Tensor, tokens: Tensor) -> Tensor:
     """Returns a weight (heads, embd, neurons) as the kernels that compute `encode` and `gate` want it."""
-    return gluon_heads.interleaved(weight) if _in_gluon(*tokens.shape[-2:], weight.shape[-1]) else weight
+    return (
+        gluon_heads.interleaved(weight) if _in_gluon(tokens.shape[-2], tokens.shape[-1], weight.shape[-1]) else weight
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -194,7 +196,7 @@ def _(keys: Sequence[int], *rest: Any, **options: Any) -> int:
 @custom_op("shoal::bdh_encode", mutates_args=())
 def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Returns neurons = relu(x @ encoder), and the same rotated. `_arranged` has made the weight ready."""
-    if gluon_heads.fits(*x.shape[-2:], encoder.shape[-1]):
+    if gluon_heads.fits(x.shape[-2], x.shape[-1], encoder.shape[-1]):
         return gluon_heads.encode(x, encoder, cos, sin)
     from shoal.models.bdh import triton_kernels
 
@@ -226,7 +228,7 @@ def _(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 @custom_op("shoal::bdh_gate", mutates_args=())
 def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: Tensor) -> Tensor:
     """Returns dropout(neurons · relu(normed @ encoder_v)); `seed` is one number of int64. The weight as in `encode`."""
-    if gluon_heads.fits(*normed.shape[-2:], neurons.shape[-1]):
+    if gluon_heads.fits(normed.shape[-2], normed.shape[-1], neurons.shape[-1]):
         return gluon_heads.gate(normed, encoder_v, neurons, dropout, seed)
     from shoal.models.bdh import triton_kernels
 
@@ -265,7 +267,7 @@ def gate_backward(
 
     Where a neuron is 0, its gradient is -0.0, which tells `keys_backward` so.
     """
-    if gluon_heads.fits(*to_y.shape[-2:], neurons.shape[-1]):
+    if gluon_heads.fits(to_y.shape[-2], to_y.shape[-1], neurons.shape[-1]):
         return gluon_heads.gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
     from shoal.models.bdh import triton_kernels
 
