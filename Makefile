@@ -48,7 +48,7 @@ bench: .venv/.ready-bench
 bench-gpu: .venv/.ready-bench
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "make bench-gpu needs a GPU, and torch sees none"; exit 1; }
 	$(BIN)/python benchmarks/bdh.py $(if $(PUBLIC_BDH),--public $(PUBLIC_BDH)) --at-once 4 --write docs/benchmarks.md
-	$(BIN)/python benchmarks/llama.py --steps 8 --cases "raw;single, loss in 8 chunks" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/llama.py --steps 8 --at-once 4 --cases "raw;single, loss in 8 chunks" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --large --steps 5 --cases "transformers, bf16;8B, bf16" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --steps 8 --cases "peer;shoal, recomputed, compiled;shoal, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind lora --steps 6 --cases "peer;shoal, recomputed, compiled" --write docs/benchmarks.md

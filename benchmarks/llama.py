@@ -32,10 +32,11 @@ OFFLOADED = {**EAGER, "activation_checkpointing": {"mode": "full", "offload": Tr
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
     "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other "
-    "rows are shoal's strategies on the same batch, with each block compiled; from the third row on the loss is "
-    "computed in 8 chunks (`loss_chunks: 8`). `lean` is pure_bf16 with full activation checkpointing, not "
-    'compiled. "Rank 0 of N" is one rank of N, without the others: with torch\'s `fake` backend it computes its '
-    "part and uses the memory of its part, but it never waits for a network. `8B` is a Llama of 8 billion "
+    "rows are shoal's strategies on the same batch, with each block compiled if nothing else is said; from the third "
+    "row on the loss is computed in 8 chunks (`loss_chunks: 8`). With `inputs on the host`, the inputs of recomputed "
+    "blocks wait in host memory (`activation_checkpointing.offload`). `lean` is pure_bf16 with full activation "
+    'checkpointing, not compiled. "Rank 0 of N" is one rank of N, without the others: with torch\'s `fake` backend it '
+    "computes its part and uses the memory of its part, but it never waits for a network. `8B` is a Llama of 8 billion "
     "parameters; alone on its GPU with 2 × 4096 tokens a step, beside transformers' model with its own "
     "recomputation, each block compiled (`8B transformers`; with bf16 weights its updates are rounded to "
     "nearest); as one rank of many in pure_bf16 with full activation checkpointing and 8 × 2048 tokens. A rank of "

@@ -122,6 +122,8 @@ def test_interleaved_columns_come_in_order_from_the_tensor_cores() -> None:
     columns = interleaved(torch.arange(64).expand(3, 64)).view(3, 2, 4, 4, 2)
     of_threads = columns.transpose(2, 3).flatten(1)
     assert of_threads.equal(torch.arange(64).expand(3, 64))
+    weight = torch.randn(2, 3, 96)
+    assert interleaved(interleaved(weight)).equal(weight)
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ class TritonHeads(torch.autograd.Function):
     ) -> Tensor:
         kind = torch.bfloat16
         values, *weights, cos, sin = (tensor.to(kind) for tensor in (x, encoder, encoder_v, decoder, cos, sin))
-        neurons, keys = encode(values, _arranged(weights[0], x), cos, sin)
+        neurons, keys = encode(values, _arranged(weights[0]), cos, sin)
         scores = earlier_scores(keys).tril(-1)
         del keys
         attended = scores @ values
-        gated = gate(norm(attended).to(kind), _arranged(weights[1], x), neurons, dropout, seed)
+        gated = gate(norm(attended).to(kind), _arranged(weights[1]), neurons, dropout, seed)
         y = torch.bmm(gated.flatten(1, 2), weights[2]).sum(0).view_as(x)
         ctx.save_for_backward(values, *weights, cos, sin, neurons, scores, attended, gated)
         ctx.dropout, ctx.dtypes = dropout, [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
@@ -150,16 +150,15 @@ def _gradients(
     return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
 
 
-def _arranged(weight: Tensor, tokens: Tensor) -> Tensor:
-    """Returns a weight (heads, embd, neurons) as the kernels that compute `encode` and `gate` want it."""
-    return (
-        gluon_heads.interleaved(weight) if _in_gluon(tokens.shape[-2], tokens.shape[-1], weight.shape[-1]) else weight
-    )
+def _arranged(weight: Tensor) -> Tensor:
+    """Returns a weight (heads, embd, neurons) as `encode` and `gate` want it: interleaved if there are kernels in Gluon
+    for these sizes. Of an interleaved weight it returns the weight."""
+    return gluon_heads.interleaved(weight) if _has_gluon(weight.shape[1], weight.shape[2]) else weight
 
 
 @torch.compiler.assume_constant_result
-def _in_gluon(time: int, embd: int, neurons: int) -> bool:
-    return gluon_heads.fits(time, embd, neurons)
+def _has_gluon(embd: int, neurons: int) -> bool:
+    return gluon_heads.why_not(embd, neurons) is None
 
 
 @custom_op("shoal::bdh_earlier_scores", mutates_args=())
@@ -201,6 +200,7 @@ def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     from shoal.models.bdh import triton_kernels
 
     (batch, time, embd), (heads, _, width) = x.shape, encoder.shape
+    encoder = _arranged(encoder)  # sequences are too long for the kernel in Gluon
     neurons, keys = (x.new_empty(heads, batch, time, width) for _ in range(2))
     tile = _fitted(ENCODE, width)
     triton_kernels.encode[_programs(tile, heads, batch, time, width)](
@@ -233,6 +233,7 @@ def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, see
     from shoal.models.bdh import triton_kernels
 
     heads, batch, time, width = neurons.shape
+    encoder_v = _arranged(encoder_v)  # as in `encode`
     gated, embd = torch.empty_like(neurons), normed.shape[-1]
     tile = _fitted(GATE, width)
     triton_kernels.gate[_programs(tile, heads, batch, time, width)](
