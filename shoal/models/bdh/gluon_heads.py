@@ -14,7 +14,7 @@ from torch import Tensor
 # of five each, measured on an H200 with 32 × 512 tokens of the published BDH.
 ENCODE = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 4}
 GATE = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 4}
-GATE_BACKWARD = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 3}
+GATE_BACKWARD = {"SEQUENCES": 1, "ROWS": 64, "COLUMNS": 64, "STAGES": 2, "AHEAD": 4}
 KEYS_BACKWARD = {"DEPTH": 512, "ROWS": 64, "COLUMNS": 64, "STAGES": 2}
 
 
@@ -91,22 +91,22 @@ def gate(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, see
 
 
 def gate_backward(
-    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, to_y: Tensor, encoder: Tensor, decoder: Tensor, gated: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     from shoal.models.bdh import gluon_kernels
 
-    to_gates, to_neurons, keys = (torch.empty_like(neurons) for _ in range(3))
-    heads, batch, time, width = neurons.shape
+    to_gates, to_neurons = (torch.empty_like(gated) for _ in range(2))
+    heads, batch, time, width = gated.shape
     embd = to_y.shape[-1]
-    sequences, rows, columns, _ = GATE_BACKWARD.values()
+    sequences, rows, columns, *_ = GATE_BACKWARD.values()
     in_order = decoder.contiguous().view(-1, 4, 4, 2, embd).transpose(1, 2)
-    block = (2 * sequences, rows, columns)
     gluon_kernels.gate_backward[_tiles(batch, 2 * sequences, time, rows), heads](
+        x.contiguous(),
         to_y.contiguous(),
+        _described(encoder.contiguous().flatten(0, 1), (embd, columns)),
         _described(in_order, (columns // 32, 4, 4, 2, embd)),
-        *(_described(tensor.contiguous().flatten(0, 1), block) for tensor in (neurons, gated)),
-        *(_described(table.contiguous(), (rows, columns // 2)) for table in (cos, sin)),
-        *_by_pair(to_gates, to_neurons, keys),
+        _described(gated.contiguous().flatten(0, 1), (2 * sequences, rows, columns)),
+        *_by_pair(to_gates, to_neurons),
         scale,
         batch,
         time,
@@ -115,7 +115,7 @@ def gate_backward(
         **GATE_BACKWARD,
         num_warps=4,
     )
-    return to_gates, to_neurons, keys
+    return to_gates, to_neurons
 
 
 def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

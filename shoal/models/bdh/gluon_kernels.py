@@ -382,19 +382,21 @@ def gate(
 
 
 @gluon.jit
-def _gate_backward_load(inputs, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    decoder, neurons, gated, cos, sin, shared, head, first, row, N = inputs
-    weights, actives, results, coss, sins, full, free = shared
+def _gate_backward_load(inputs, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+    encoder, decoder, gated, shared, bars, head, first, row, N = inputs
+    encoders, decoders, results = shared
+    full, free, full_results, free_results = bars
     for i in range(N // COLUMNS):
+        slot = _wait_free(free_results, i, AHEAD)
+        bar = full_results.index(slot)
+        mbarrier.expect(bar, results.numel // AHEAD * 2)
+        tma.async_copy_global_to_shared(gated, [first, row, i * COLUMNS], bar, results.index(slot))
         slot = _wait_free(free, i, STAGES)
-        bar, column = full.index(slot), i * COLUMNS
-        mbarrier.expect(bar, (weights.numel + 2 * actives.numel + 2 * coss.numel) // STAGES * 2)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * D * COLUMNS * 2)
+        tma.async_copy_global_to_shared(encoder, [head * D, i * COLUMNS], bar, encoders.index(slot))
         at = [head * (N // 32) + i * (COLUMNS // 32), 0, 0, 0, 0]
-        tma.async_copy_global_to_shared(decoder, at, bar, weights.index(slot))
-        tma.async_copy_global_to_shared(neurons, [first, row, column], bar, actives.index(slot))
-        tma.async_copy_global_to_shared(gated, [first, row, column], bar, results.index(slot))
-        tma.async_copy_global_to_shared(cos, [row, column // 2], bar, coss.index(slot))
-        tma.async_copy_global_to_shared(sin, [row, column // 2], bar, sins.index(slot))
+        tma.async_copy_global_to_shared(decoder, at, bar, decoders.index(slot))
 
 
 @gluon.jit
@@ -406,24 +408,31 @@ def _gate_backward_part(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    to_y, to_gates, to_neurons, keys, scale, shared, head, sequence, row, batch, time, N = inputs
-    weights, actives, results, coss, sins, full, free = shared
+    x, to_y, to_gates, to_neurons, scale, shared, bars, head, sequence, row, batch, time, N = inputs
+    encoders, decoders, results = shared
+    full, free, full_results, free_results = bars
     sequence += PART * SEQUENCES
-    tokens = _operand(to_y, sequence, row, batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
+    tokens = _operand(x, sequence, row, batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
+    to_tokens = _operand(to_y, sequence, row, batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
     places, inside = _places(sequence, row, batch, time, N, SEQUENCES, ROWS, COLUMNS)
     begin = ((head * batch + sequence).to(gl.int64) * time + row) * (N // 2)
     for i in range(N // COLUMNS):
         slot = _wait(full, i, STAGES)
-        weight = weights.index(slot).reshape([COLUMNS, D]).permute([1, 0])
-        coming = _begun(tokens, weight, COLUMNS)
-        at = begin + i * (COLUMNS // 2) + places
-        one, other = _loaded(actives.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0), SEQUENCES, ROWS, COLUMNS)
-        c, s = _table(coss.index(slot), SEQUENCES, ROWS, COLUMNS), _table(sins.index(slot), SEQUENCES, ROWS, COLUMNS)
-        gl.store(keys + at, _packed(one * c - other * s, other * c + one * s), mask=inside)
-        result, another = _loaded(results.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0), SEQUENCES, ROWS, COLUMNS)
+        neurons = _begun(tokens, encoders.index(slot), COLUMNS)
+        coming = _begun(to_tokens, decoders.index(slot).reshape([COLUMNS, D]).permute([1, 0]), COLUMNS)
+        neurons, coming = warpgroup_mma_wait(1, deps=(neurons, coming))
+        one, other = _ordered(neurons, SEQUENCES, ROWS, COLUMNS)
+        # Rounded like those of `encode`, so that they are 0 in the same places.
+        one, other = _unpacked(_packed_relu(one, other))
+        result_slot = _wait(full_results, i, AHEAD)
+        own = results.index(result_slot).slice(PART * SEQUENCES, SEQUENCES, 0)
+        result, another = _loaded(own, SEQUENCES, ROWS, COLUMNS)
+        _release(free_results.index(result_slot))
         product = _done(coming)
         _release(free.index(slot))
+        at = begin + i * (COLUMNS // 2) + places
         first, second = _ordered(product, SEQUENCES, ROWS, COLUMNS)
         first, second = gl.where(result > 0.0, first, 0.0), gl.where(another > 0.0, second, 0.0)
         gl.store(to_gates + at, _packed(first * one * scale, second * other * scale), mask=inside)
@@ -433,15 +442,13 @@ def _gate_backward_part(
 
 @gluon.jit(do_not_specialize=["batch", "time"])
 def gate_backward(
+    x,
     to_y,
+    encoder,
     decoder,
-    neurons,
     gated,
-    cos,
-    sin,
     to_gates,
     to_neurons,
-    keys,
     scale,
     batch,
     time,
@@ -451,30 +458,29 @@ def gate_backward(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    """The gradients of gates and, through the gating, of neurons; and keys again. Programs as in `encode`.
+    """The gradients of gates and, through the gating, of neurons, which are computed again. Programs as in `encode`.
 
-    Where a neuron is 0, its gradient is -0.0, so that `keys_backward` need not read neurons. `decoder` comes as
-    (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns.
+    Where a neuron is 0, its gradient is -0.0, so that `keys_backward` need not read neurons. `encoder` is interleaved;
+    `decoder` comes as (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns. STAGES tiles of
+    weights are loaded ahead, and AHEAD tiles of gated neurons, which come from further away.
     """
     tiles = gl.cdiv(time, ROWS)
     row, sequence = gl.program_id(0) % tiles * ROWS, gl.program_id(0) // tiles * (2 * SEQUENCES)
     head = gl.program_id(1)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS // 32, 4, 4, 2, D], decoder.layout)
-    actives = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * SEQUENCES, ROWS, COLUMNS], neurons.layout)
-    results = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * SEQUENCES, ROWS, COLUMNS], neurons.layout)
-    coss = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, COLUMNS // 2], cos.layout)
-    sins = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, COLUMNS // 2], cos.layout)
-    full, free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    shared = (weights, actives, results, coss, sins, full, free)
-    first = head * batch + sequence
-    inputs = (to_y, to_gates, to_neurons, keys, scale, shared, head, sequence, row, batch, time, N)
-    loaded = (decoder, neurons, gated, cos, sin, shared, head, first, row, N)
+    encoders = gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, COLUMNS], encoder.layout)
+    decoders = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS // 32, 4, 4, 2, D], decoder.layout)
+    results = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * SEQUENCES, ROWS, COLUMNS], gated.layout)
+    bars = (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(AHEAD, 1), _barriers(AHEAD, 2))
+    shared, first = (encoders, decoders, results), head * batch + sequence
+    inputs = (x, to_y, to_gates, to_neurons, scale, shared, bars, head, sequence, row, batch, time, N)
+    loaded = (encoder, decoder, gated, shared, bars, head, first, row, N)
     gl.warp_specialize(
         [
-            (_gate_backward_part, (inputs, 0, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
-            (_gate_backward_part, (inputs, 1, D, SEQUENCES, ROWS, COLUMNS, STAGES)),
-            (_gate_backward_load, (loaded, ROWS, COLUMNS, STAGES)),
+            (_gate_backward_part, (inputs, 0, D, SEQUENCES, ROWS, COLUMNS, STAGES, AHEAD)),
+            (_gate_backward_part, (inputs, 1, D, SEQUENCES, ROWS, COLUMNS, STAGES, AHEAD)),
+            (_gate_backward_load, (loaded, D, COLUMNS, STAGES, AHEAD)),
         ],
         [4, 1],
         [240, 24],

@@ -3,7 +3,8 @@
 For the sizes of the published BDH, kernels in Gluon (gluon_heads.py) compute some of it in less time.
 
 `Heads` in model.py says what is computed, and fused.py has the same gradients in plain PyTorch. For the backward a
-level keeps two tensors over neurons: neurons, and gated neurons after dropout. Gates are their quotient.
+level keeps two tensors over neurons: keys, and gated neurons after dropout. Neurons are computed again: the product
+takes less time than to read them, or to rotate them again. Gates are gated neurons divided by neurons.
 """
 
 from __future__ import annotations
@@ -82,11 +83,10 @@ class TritonHeads(torch.autograd.Function):
         values, *weights, cos, sin = (tensor.to(kind) for tensor in (x, encoder, encoder_v, decoder, cos, sin))
         neurons, keys = encode(values, _arranged(weights[0]), cos, sin)
         scores = earlier_scores(keys).tril(-1)
-        del keys
         attended = scores @ values
         gated = gate(norm(attended).to(kind), _arranged(weights[1]), neurons, dropout, seed)
         y = torch.bmm(gated.flatten(1, 2), weights[2]).sum(0).view_as(x)
-        ctx.save_for_backward(values, *weights, cos, sin, neurons, scores, attended, gated)
+        ctx.save_for_backward(values, *weights, cos, sin, keys, scores, attended, gated)
         ctx.dropout, ctx.dtypes = dropout, [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
         return y
 
@@ -120,7 +120,7 @@ def _gradients(
     encoder: Tensor,
     encoder_v: Tensor,
     decoder: Tensor,
-    neurons: Tensor,
+    keys: Tensor,
     scores: Tensor,
     attended: Tensor,
     gated: Tensor,
@@ -132,7 +132,7 @@ def _gradients(
     heads = len(encoder)
     tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (x, to_y))
     to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if wanted[2] else None
-    to_gates, to_neurons, keys = gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
+    to_gates, to_neurons = gate_backward(x, to_y, _arranged(encoder), decoder, gated, scale)
     to_gates = to_gates.flatten(1, 2)
     normed, deviation = norm_with_deviation(attended)
     to_encoder_v = torch.bmm(normed.to(x.dtype).flatten(1, 2).mT, to_gates) if wanted[1] else None
@@ -144,7 +144,6 @@ def _gradients(
     to_scores = (to_attended @ x.mT).tril(-1)
     to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
     to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
-    del keys
     to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
     to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.mT).sum(0, dtype=torch.float32)
     return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
@@ -262,26 +261,27 @@ def _(normed: Tensor, encoder_v: Tensor, neurons: Tensor, dropout: float, seed: 
 
 @custom_op("shoal::bdh_gate_backward", mutates_args=())
 def gate_backward(
-    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of gates, that of neurons through the gating alone, and keys; `scale` is dropout's.
+    x: Tensor, to_y: Tensor, encoder: Tensor, decoder: Tensor, gated: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of gates, and that of neurons through the gating alone; `scale` is dropout's.
 
-    Where a neuron is 0, its gradient is -0.0, which tells `keys_backward` so.
+    Neurons are computed again. Where one is 0, its gradient is -0.0, which tells `keys_backward` so. The encoder as in
+    `encode`.
     """
-    if gluon_heads.fits(to_y.shape[-2], to_y.shape[-1], neurons.shape[-1]):
-        return gluon_heads.gate_backward(to_y, decoder, neurons, gated, cos, sin, scale)
+    if gluon_heads.fits(x.shape[-2], x.shape[-1], gated.shape[-1]):
+        return gluon_heads.gate_backward(x, to_y, encoder, decoder, gated, scale)
     from shoal.models.bdh import triton_kernels
 
-    heads, batch, time, width = neurons.shape
+    heads, batch, time, width = gated.shape
     embd = to_y.shape[-1]
-    outputs = tuple(torch.empty_like(neurons) for _ in range(3))
+    encoder = _arranged(encoder)  # as in `encode`
+    outputs = tuple(torch.empty_like(gated) for _ in range(2))
     tile = _fitted(GATE_BACKWARD, width)
-    block = (1, tile.sequences, tile.rows, tile.columns)
     triton_kernels.gate_backward[_programs(tile, heads, batch, time, width)](
-        _described(to_y, (tile.sequences, tile.rows, embd)),
+        *(_described(tensor, (tile.sequences, tile.rows, embd)) for tensor in (x, to_y)),
+        _described(encoder, (1, embd, tile.columns)),
         _described(decoder, (1, tile.columns, embd)),
-        *(_described(tensor, block) for tensor in (neurons, gated)),
-        *(_described(table, (tile.rows, tile.columns // 2)) for table in (cos, sin)),
+        _described(gated, (1, tile.sequences, tile.rows, tile.columns)),
         *outputs,
         scale,
         batch,
@@ -291,14 +291,12 @@ def gate_backward(
         CHUNK=_chunk(width),
         **_options(tile),
     )
-    return outputs[0], outputs[1], outputs[2]
+    return outputs[0], outputs[1]
 
 
 @gate_backward.register_fake
-def _(
-    to_y: Tensor, decoder: Tensor, neurons: Tensor, gated: Tensor, cos: Tensor, sin: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(neurons), torch.empty_like(neurons), torch.empty_like(neurons)
+def _(x: Tensor, to_y: Tensor, encoder: Tensor, decoder: Tensor, gated: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gated), torch.empty_like(gated)
 
 
 @custom_op("shoal::bdh_keys_backward", mutates_args=())
@@ -325,10 +323,15 @@ def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor
     return torch.empty_like(keys)
 
 
-@register_flop_formula([torch.ops.shoal.bdh_encode, torch.ops.shoal.bdh_gate, torch.ops.shoal.bdh_gate_backward])
+@register_flop_formula([torch.ops.shoal.bdh_encode, torch.ops.shoal.bdh_gate])
 def _flops(tokens: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
     heads, rows, columns = weight
     return 2 * tokens[-3] * tokens[-2] * heads * rows * columns
+
+
+@register_flop_formula(torch.ops.shoal.bdh_gate_backward)
+def _(x: Sequence[int], to_y: Sequence[int], encoder: Sequence[int], *rest: Any, **options: Any) -> int:
+    return 2 * _flops(x, encoder)
 
 
 @register_flop_formula(torch.ops.shoal.bdh_keys_backward)

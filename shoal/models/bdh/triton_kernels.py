@@ -127,15 +127,13 @@ def gate(
 
 @triton.jit
 def gate_backward(
+    x,
     to_y,
+    encoder,
     decoder,
-    neurons,
     gated,
-    cos,
-    sin,
     to_gates,
     to_neurons,
-    keys,
     scale,
     batch,
     time,
@@ -147,7 +145,7 @@ def gate_backward(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradients of gates and, through the gating, of neurons; and keys again. Programs as in `encode`.
+    """The gradients of gates and, through the gating, of neurons, which are computed again. Programs as in `encode`.
 
     Gates are gated / neurons, which is exact up to rounding where neurons are not 0; elsewhere they do not matter. What
     was dropped is 0 in `gated`, so nothing needs to know the dropout mask.
@@ -159,19 +157,17 @@ def gate_backward(
     row, sequence = tl.program_id(0) % tiles * ROWS, tl.program_id(0) // tiles * SEQUENCES
     head, first = tl.program_id(1), tl.program_id(2) * CHUNK
     places, inside = _places(head, sequence, row, batch, time, N, SEQUENCES, ROWS)
-    inputs = tl.reshape(to_y.load([sequence, row, 0]), (SEQUENCES * ROWS, D))
+    inputs = tl.reshape(x.load([sequence, row, 0]), (SEQUENCES * ROWS, D))
+    to_outputs = tl.reshape(to_y.load([sequence, row, 0]), (SEQUENCES * ROWS, D))
     for column in tl.range(first, first + CHUNK, COLUMNS, num_stages=STAGES):
-        weight = tl.reshape(decoder.load([head, column, 0]), (COLUMNS, D))
-        active = tl.reshape(neurons.load([head, sequence, row, column]), (SEQUENCES * ROWS, COLUMNS)).to(tl.float32)
+        first_weight = tl.reshape(encoder.load([head, 0, column]), (D, COLUMNS))
+        last_weight = tl.reshape(decoder.load([head, column, 0]), (COLUMNS, D))
         result = tl.reshape(gated.load([head, sequence, row, column]), (SEQUENCES * ROWS, COLUMNS)).to(tl.float32)
-        c, s = cos.load([row, column // 2]), sin.load([row, column // 2])
-        to_gated = tl.dot(inputs, tl.trans(weight))
+        active = tl.maximum(tl.dot(inputs, first_weight), 0.0).to(tl.bfloat16).to(tl.float32)
+        to_gated = tl.where(result > 0.0, tl.dot(to_outputs, tl.trans(last_weight)), 0.0)
         columns = places + column + tl.arange(0, COLUMNS)
-        rotated = _rotated(active, c, s, SEQUENCES, ROWS, COLUMNS)
-        tl.store(keys + columns, rotated.to(tl.bfloat16), mask=inside)
-        to_gated = tl.where(result > 0.0, to_gated, 0.0)
         tl.store(to_gates + columns, (to_gated * active * scale).to(tl.bfloat16), mask=inside)
-        gates = result / tl.where(result > 0.0, active, 1.0)
+        gates = result / tl.where(active > 0.0, active, 1.0)
         # As bits, because Triton takes a -0.0 in the code for 0.0.
         bits = tl.where(active > 0.0, (to_gated * gates + 0.0).to(tl.int32, bitcast=True), -2147483648)
         tl.store(to_neurons + columns, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
