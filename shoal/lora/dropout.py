@@ -22,6 +22,10 @@ from shoal.tensors import autocast_dtype, why_no_triton
 
 MAX_RANK = 128
 """The largest rank that the kernels compute; their tiles hold all of it."""
+PRODUCT_COLUMNS, PRODUCT_PARTS, PRODUCT_STAGES = 128, 4, 2
+"""How a program of `dropped_product` reads its inputs: so many columns at a time, of one of so many parts."""
+WEIGHT_ROWS = WEIGHT_COLUMNS = 64
+"""The tile of inputs that a program of the gradient of a weight reads at a time."""
 _BITS = 0xFFFFFFFF
 
 
@@ -138,60 +142,65 @@ drop.register_autograd(
 
 
 @custom_op("shoal::dropped_product", mutates_args=())
-def dropped_product(input: Tensor, weight: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
-    """Returns scaling · dropout(input) @ weight.T for a weight (rank, width), which is cast to the input's dtype.
+def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
+    """Returns scaling · dropout(input) @ factor.T. `factor` is the weight (rank, width) cast to the input's dtype.
 
-    Keeps input, weight and seed for the backward.
+    The gradient is that of the weight, in its dtype. The cast is made outside, where torch.compile joins it with those
+    of other adapters. Keeps input, factor and seed for the backward.
     """
-    rank, width = weight.shape
+    rank, width = factor.shape
     if why_not(input.device, input.dtype, rank) is not None:
-        return F.linear(drop(input, seed, p), weight.to(input.dtype)) * scaling
+        return F.linear(drop(input, seed, p), factor) * scaling
     from shoal.lora import triton_kernels
 
     x = input.reshape(-1, width).contiguous()
-    tokens, rows, columns = len(x), 64, 128
-    out = x.new_empty(tokens, rank)
-    triton_kernels.product[(_tiles(tokens, rows),)](
+    tokens, rows, columns = len(x), 64, PRODUCT_COLUMNS
+    num_parts = min(PRODUCT_PARTS, _tiles(width, columns))
+    columns_each = _tiles(_tiles(width, num_parts), columns) * columns
+    parts = x.new_empty(num_parts, tokens, rank, dtype=torch.float32)
+    triton_kernels.product[_tiles(tokens, rows), num_parts](
         x,
-        weight.to(x.dtype).contiguous(),
+        factor.contiguous(),
         seed,
         column_numbers(width, x.device),
-        out,
+        parts,
         tokens,
         width,
         rank,
-        scaling / (1 - p),
+        columns_each,
         _threshold(p),
-        WHOLE=not (tokens % rows or width % columns or rank != _padded(rank)),
+        WHOLE=columns_each * num_parts == width and not (tokens % rows or rank != _padded(rank)),
         RANK=_padded(rank),
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=4,
+        STAGES=PRODUCT_STAGES,
     )
-    return out.view(*input.shape[:-1], rank)
+    out, size = x.new_empty(*input.shape[:-1], rank), tokens * rank
+    triton_kernels.add_parts[(_tiles(size, 1024),)](parts, out, size, scaling / (1 - p), PARTS=num_parts, SIZE=1024)
+    return out
 
 
 @dropped_product.register_fake
-def _(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    return input.new_empty(*input.shape[:-1], len(weight))
+def _(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(factor))
 
 
 @custom_op("shoal::dropped_product_to_weight", mutates_args=())
-def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient of the weight, in its dtype."""
+def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
+    """Returns the gradient of the weight as a sum over the first dimension, in at least float32."""
     rank, width = gradient.shape[-1], input.shape[-1]
+    x, outputs = input.reshape(-1, width), gradient.reshape(-1, rank).contiguous()
+    tokens, rows, columns = len(x), WEIGHT_ROWS, WEIGHT_COLUMNS
     if why_not(input.device, input.dtype, rank) is not None:
-        return (gradient.reshape(-1, rank).mT @ drop(input, seed, p).reshape(-1, width)).to(dtype) * scaling
+        product = outputs.mT @ drop(input, seed, p).reshape(-1, width)
+        return (product.to(torch.promote_types(product.dtype, torch.float32)) * scaling)[None]
     from shoal.lora import triton_kernels
 
-    x, outputs = input.reshape(-1, width).contiguous(), gradient.reshape(-1, rank).contiguous()
-    tokens, rows, columns = len(x), 64, 64
-    tiles = _tiles(width, columns)
-    # Enough programs for a large GPU, but not by its size: the sum must not depend on that.
-    num_parts = max(1, min(_tiles(256, tiles), _tiles(tokens, rows)))
+    x = x.contiguous()
+    num_parts = _num_weight_parts(tokens, width)
     rows_each = _tiles(_tiles(tokens, num_parts), rows) * rows
     parts = x.new_empty(num_parts, rank, width, dtype=torch.float32)
-    triton_kernels.product_backward_weight[(tiles, num_parts)](
+    triton_kernels.product_backward_weight[(_tiles(width, columns), num_parts)](
         x,
         outputs,
         seed,
@@ -209,20 +218,29 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
         COLUMNS=columns,
         STAGES=4,
     )
-    return parts.sum(0).to(dtype)
+    return parts
 
 
 @_to_weight.register_fake
-def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float, dtype: torch.dtype) -> Tensor:
-    return input.new_empty(gradient.shape[-1], input.shape[-1], dtype=dtype)
+def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
+    rank, width = gradient.shape[-1], input.shape[-1]
+    in_triton = why_not(input.device, input.dtype, rank) is None
+    num_parts = _num_weight_parts(input.numel() // width, width) if in_triton else 1
+    return input.new_empty(num_parts, rank, width, dtype=torch.promote_types(input.dtype, torch.float32))
+
+
+def _num_weight_parts(tokens: int, width: int) -> int:
+    """Returns into how many parts the tokens are split: enough programs for a large GPU, but not by its size, because
+    the sum must not depend on that."""
+    return max(1, min(_tiles(256, _tiles(width, WEIGHT_COLUMNS)), _tiles(tokens, WEIGHT_ROWS)))
 
 
 @custom_op("shoal::dropped_product_to_input", mutates_args=())
-def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
+def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the input."""
-    rank, width = weight.shape
+    rank, width = factor.shape
     if why_not(gradient.device, gradient.dtype, rank) is not None:
-        return drop(gradient @ weight.to(gradient.dtype) * scaling, seed, p)
+        return drop(gradient @ factor * scaling, seed, p)
     from shoal.lora import triton_kernels
 
     outputs = gradient.reshape(-1, rank).contiguous()
@@ -231,7 +249,7 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float, scaling:
     out = outputs.new_empty(tokens, width)
     triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](
         outputs,
-        weight.to(outputs.dtype).contiguous(),
+        factor.contiguous(),
         seed,
         column_numbers(width, out.device),
         out,
@@ -251,21 +269,24 @@ def _to_input(gradient: Tensor, weight: Tensor, seed: Tensor, p: float, scaling:
 
 
 @_to_input.register_fake
-def _(gradient: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
+def _(gradient: Tensor, factor: Tensor, *args: Any) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], factor.shape[1])
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, p, scaling = inputs
-    ctx.options = p, scaling
-    ctx.save_for_backward(*tensors)
+    input, weight, factor, seed, *ctx.options = inputs
+    ctx.dtype = weight.dtype
+    ctx.save_for_backward(input, factor, seed)
 
 
 def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, seed = ctx.saved_tensors
-    to_input = _to_input(gradient, weight, seed, *ctx.options) if ctx.needs_input_grad[0] else None
-    to_weight = _to_weight(input, gradient, seed, *ctx.options, weight.dtype) if ctx.needs_input_grad[1] else None
-    return to_input, to_weight, None, None, None
+    input, factor, seed = ctx.saved_tensors
+    to_input = to_weight = None
+    if ctx.needs_input_grad[0]:
+        to_input = _to_input(gradient, factor, seed, *ctx.options)
+    if ctx.needs_input_grad[1]:
+        to_weight = _to_weight(input, gradient, seed, *ctx.options).sum(0).to(ctx.dtype)
+    return to_input, to_weight, None, None, None, None
 
 
 dropped_product.register_autograd(_product_backward, setup_context=_keep_for_backward)
@@ -281,8 +302,8 @@ def _padded(rank: int) -> int:
 
 
 @register_flop_formula([torch.ops.shoal.dropped_product, torch.ops.shoal.dropped_product_to_input])
-def _(left: tuple[int, ...], weight: tuple[int, ...], *args: Any, **options: Any) -> int:
-    return 2 * prod(left[:-1]) * prod(weight)
+def _(left: tuple[int, ...], factor: tuple[int, ...], *args: Any, **options: Any) -> int:
+    return 2 * prod(left[:-1]) * prod(factor)
 
 
 @register_flop_formula(torch.ops.shoal.dropped_product_to_weight)

@@ -8,7 +8,7 @@ own forward and its own parameters, and gets an adapter in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import sqrt
 from typing import Any
 
@@ -39,14 +39,26 @@ class Factor(nn.Linear):
         if self.bias is not None:
             _draw_bias(self.bias, self.in_features) if self.draw is draw_uniform else nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor | None = None, dropout: float | None = None, scaling: float = 1.0) -> Tensor:
-        """Multiplies x with the matrix. With a `dropout`, be it 0, one operator drops, multiplies and scales."""
+    def forward(
+        self,
+        x: Tensor | None = None,
+        dropout: float | None = None,
+        scaling: float = 1.0,
+        base: Callable[[tuple[Tensor, Tensor]], Tensor] | None = None,
+    ) -> Tensor:
+        """Multiplies x with the matrix. With a `dropout`, be it 0, one operator drops, multiplies and scales.
+
+        With a `base`, the product is left to that function, which gets the two factors and adds them to its output.
+        """
         if x is None:
             return self.weight.detach().clone()
+        dtype = autocast_dtype(x.device) or self.weight.dtype
+        if base is not None:
+            return base((x.to(dtype), self.weight.to(dtype)))
         if dropout is None:
             return super().forward(x)
-        dtype = autocast_dtype(x.device) or self.weight.dtype
-        return dropped_product(x.to(dtype), self.weight, draw_seed(x.device, dropout), dropout, scaling)
+        factor, seed = self.weight.detach().to(dtype), draw_seed(x.device, dropout)
+        return dropped_product(x.to(dtype), self.weight, factor, seed, dropout, scaling)
 
 
 class EmbeddingFactor(nn.ParameterDict):
@@ -102,7 +114,11 @@ class AdaptedLinear(LowRankLayer):
         if isinstance(dropout, AdapterDropout) and dropout.drops_fused and not self.lora_magnitude_vector:
             # The operator scales the outputs of A, which are fewer than those of B, unless B has a bias to be scaled.
             early, late = (self.scaling, 1.0) if second.bias is None else (1.0, self.scaling)
-            update = second(first(x, dropout.p, early))
+            reduced = first(x, dropout.p, early)
+            if late == 1 and getattr(self, "adds_products", False):  # as 4-bit layers do
+                updated: Tensor = second(reduced, base=partial(super().forward, x))
+                return updated
+            update = second(reduced)
         else:
             late = self.scaling
             dropped = dropout(x)

@@ -100,7 +100,7 @@ def product(
     tokens,
     width,
     rank,
-    scale,
+    columns_each,
     THRESHOLD: tl.constexpr,
     WHOLE: tl.constexpr,
     RANK: tl.constexpr,
@@ -108,14 +108,19 @@ def product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out = dropout(x) @ weight.T, (tokens, rank). Programs: (tiles of tokens,). RANK is a power of 2, at least 16."""
+    """out[part] = dropout(x) @ weight.T over some of the columns, not scaled, (tokens, rank) in float32.
+
+    `add_parts` adds the parts up. With one program for each tile of tokens there would be too few for a GPU. Programs:
+    (tiles of tokens, parts); a part has `columns_each` columns. RANK is a power of 2, at least 16.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
     ranks = tl.arange(0, RANK)
     seed = tl.load(seed).to(tl.uint32)
     row_numbers = _row_numbers(rows, seed)
     starts = rows.to(tl.int64) * width
     total = tl.zeros((ROWS, RANK), tl.float32)
-    for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
+    for first in tl.range(part * columns_each, (part + 1) * columns_each, COLUMNS, num_stages=STAGES):
         columns = first + tl.arange(0, COLUMNS)
         inside = columns[None, :] < width
         inputs = _load(x + starts[:, None] + columns[None, :], (rows < tokens)[:, None] & inside, WHOLE)
@@ -123,9 +128,19 @@ def product(
         numbers = _column_numbers(column_numbers + columns, columns < width, seed, WHOLE)
         inputs = _dropped(inputs, row_numbers, numbers, THRESHOLD)
         total = tl.dot(inputs, tl.trans(factor), total)
-    places = rows[:, None].to(tl.int64) * rank + ranks[None, :]
-    result = (total * scale).to(out.dtype.element_ty)
-    tl.store(out + places, result, mask=(rows < tokens)[:, None] & (ranks < rank)[None, :])
+    places = (part * tokens + rows)[:, None].to(tl.int64) * rank + ranks[None, :]
+    tl.store(out + places, total, mask=(rows < tokens)[:, None] & (ranks < rank)[None, :])
+
+
+@triton.jit
+def add_parts(parts, out, size, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """out = scale · the sum of PARTS parts of so many numbers, in this order. Programs: (groups of SIZE numbers,)."""
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = places < size
+    total = tl.zeros((SIZE,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size + places, mask=inside, other=0.0)
+    tl.store(out + places, (total * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

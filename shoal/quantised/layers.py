@@ -56,7 +56,14 @@ class QuantisedLinear(nn.Module):
             return self.original.to(dtype)
         return self.scheme.dequantise(self.weight, self.statistics, self.shape, dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    @property
+    def adds_products(self) -> bool:
+        """Whether `forward` takes two factors and adds their product, without a pass over the output."""
+        return isinstance(self.scheme, FourBit)
+
+    def forward(self, input: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Multiplies with the matrix. In 4 bits it can add left @ right.T to the output, for `added` = (left, right),
+        without a pass over it."""
         device = input.device.type if input.device.type != "meta" else "cpu"  # which has no autocast
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         compute = getattr(torch, self.scheme.compute) if self.scheme.compute else autocast or input.dtype
@@ -65,7 +72,8 @@ class QuantisedLinear(nn.Module):
             if isinstance(self.scheme, EightBit):
                 output = self._multiply_8bit(input.to(compute), bias, self.scheme)
             else:
-                tensors = input.to(compute), self.weight, self.statistics, bias
+                left, right = (None, None) if added is None else (factor.to(compute) for factor in added)
+                tensors = input.to(compute), self.weight, self.statistics, bias, left, right
                 output = _multiply_4bit(*tensors, self.scheme.quant_type, self.scheme.double, self.shape, False)
         return output.to(autocast or input.dtype)
 
@@ -91,15 +99,23 @@ def _multiply_4bit(
     weight: Tensor,
     statistics: Tensor,
     bias: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
     quant_type: str,
     double: bool,
     shape: Sequence[int],
     transposed: bool,
 ) -> Tensor:
-    """Multiplies with the dequantised matrix, or with the transposed one, and adds the bias. Keeps no matrix."""
+    """Multiplies with the dequantised matrix, or with the transposed one, and adds the bias and left @ right.T.
+
+    Keeps no matrix.
+    """
     scheme = FourBit(cast(Any, quant_type), double)
     matrix = scheme.dequantise(weight, statistics, (shape[0], shape[1]), input.dtype)
-    return F.linear(input, matrix.mT if transposed else matrix, bias)
+    output = F.linear(input, matrix.mT if transposed else matrix, bias)
+    if left is not None and right is not None:
+        output.view(-1, output.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right.mT)
+    return output
 
 
 @_multiply_4bit.register_fake
@@ -110,16 +126,21 @@ def _(input: Tensor, *args: Any) -> Tensor:
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # As attributes: a recomputation ends with the last tensor that is saved, so the last product is not repeated.
-    _, ctx.weight, ctx.statistics, _, *ctx.options, _ = inputs
+    _, ctx.weight, ctx.statistics, _, ctx.left, ctx.right, *ctx.options, _ = inputs
 
 
 def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
-    for_input = for_bias = None
+    for_input = for_bias = for_left = for_right = None
     if ctx.needs_input_grad[0]:
-        for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, *ctx.options, True)
+        for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, None, None, *ctx.options, True)
+    by_token = gradient.reshape(-1, gradient.shape[-1])
     if ctx.needs_input_grad[3]:
-        for_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-    return for_input, None, None, for_bias, None, None, None, None
+        for_bias = by_token.sum(0)
+    if ctx.needs_input_grad[4]:
+        for_left = gradient @ ctx.right
+    if ctx.needs_input_grad[5]:
+        for_right = by_token.mT @ ctx.left.reshape(-1, ctx.left.shape[-1])
+    return for_input, None, None, for_bias, for_left, for_right, None, None, None, None
 
 
 _multiply_4bit.register_autograd(_multiply_backward, setup_context=_keep_for_backward)
@@ -127,7 +148,9 @@ _multiply_4bit.register_autograd(_multiply_backward, setup_context=_keep_for_bac
 
 @register_flop_formula(torch.ops.shoal.multiply_4bit)
 def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
-    return 2 * prod(input) * out_shape[-1]
+    left = args[3]
+    rank = 0 if left is None else left[-1]
+    return 2 * prod(input[:-1]) * (input[-1] + rank) * out_shape[-1]
 
 
 def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key: str) -> None:

@@ -359,7 +359,7 @@ def test_the_kernels_of_adapters_drop_what_plain_code_drops(
     weight = torch.randn(rank, width, device=device, dtype=kind, requires_grad=True)
     seed = torch.tensor(777123, device=device)
     mask = dropout.kept_places(x.shape, seed, p).double() / (1 - p)
-    y = dropout.dropped_product(x, weight, seed, p, 0.25)
+    y = dropout.dropped_product(x, weight, weight.detach().to(x.dtype), seed, p, 0.25)
     to_y = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, (x, weight), to_y), dropout.drop(x, seed, p)]
     dropped, gradient = x.double().detach() * mask, to_y.double()

@@ -324,7 +324,7 @@ def test_the_fused_dropout_has_the_gradients_of_a_mask() -> None:
     x, weight = torch.randn(3, 5, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
     seed, p, scaling = torch.tensor(5), 0.3, 0.25
     mask = kept_places(x.shape, seed, p) / (1 - p)
-    found = dropped_product(x, weight, seed, p, scaling)
+    found = dropped_product(x, weight, weight.detach(), seed, p, scaling)
     expected = scaling * (x * mask) @ weight.mT
     torch.testing.assert_close(found, expected)
     gradient = torch.randn_like(found)
@@ -332,7 +332,9 @@ def test_the_fused_dropout_has_the_gradients_of_a_mask() -> None:
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(torch.autograd.grad(drop(x, seed, p).sum(), x)[0], mask)
     for input in (x, torch.randn(5, 3, 12).transpose(0, 1).requires_grad_()):
-        torch.library.opcheck(torch.ops.shoal.dropped_product.default, (input, weight, seed, p, scaling))
+        torch.library.opcheck(
+            torch.ops.shoal.dropped_product.default, (input, weight, weight.detach().clone(), seed, p, scaling)
+        )
         torch.library.opcheck(torch.ops.shoal.drop.default, (input, seed, p))
 
 

@@ -165,7 +165,9 @@ def test_the_operator_is_registered_as_torch_wants() -> None:
     layer = QuantisedLinear(nn.Linear(64, 32).requires_grad_(False), FourBit(double=True))
     tensors = torch.randn(3, 5, 64, requires_grad=True), layer.weight, layer.statistics, layer.bias
     options = layer.scheme.quant_type, layer.scheme.double, layer.shape, False
-    torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *options))
+    factors = torch.randn(3, 5, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    for added in ((None, None), factors):
+        torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *added, *options))
 
 
 def test_a_compiled_block_computes_the_first_products_of_adapters_once(
