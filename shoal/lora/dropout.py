@@ -22,7 +22,7 @@ from shoal.tensors import autocast_dtype, why_no_triton
 
 MAX_RANK = 128
 """The largest rank that the kernels compute; their tiles hold all of it."""
-PRODUCT_COLUMNS, PRODUCT_PARTS, PRODUCT_STAGES = 128, 4, 2
+PRODUCT_COLUMNS, PRODUCT_PARTS, PRODUCT_STAGES = 128, 2, 3
 """How a program of `dropped_product` reads its inputs: so many columns at a time, of one of so many parts."""
 WEIGHT_ROWS = WEIGHT_COLUMNS = 64
 """The tile of inputs that a program of the gradient of a weight reads at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
+from math import ceil, gcd, prod
 from typing import Any, cast
 
 import torch
@@ -15,8 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.errors import UserError
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
+from shoal.tensors import why_no_triton
 
 PARTS: tuple[Part, ...] = ("weight", "statistics")
+MAX_RANK = 128
+"""The largest rank that the kernel of `add_product` has tiles for."""
 
 
 class QuantisedLinear(nn.Module):
@@ -114,8 +117,34 @@ def _multiply_4bit(
     matrix = scheme.dequantise(weight, statistics, (shape[0], shape[1]), input.dtype)
     output = F.linear(input, matrix.mT if transposed else matrix, bias)
     if left is not None and right is not None:
-        output.view(-1, output.shape[-1]).addmm_(left.reshape(-1, left.shape[-1]), right.mT)
+        add_product(output.view(-1, output.shape[-1]), left.reshape(-1, left.shape[-1]), right)
     return output
+
+
+def add_product(output: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right.T to the output, in place, for left (tokens, rank) and right (width, rank)."""
+    (tokens, width), rank = output.shape, left.shape[1]
+    if output.element_size() != 2 or rank > MAX_RANK or why_no_triton(output.device) is not None:
+        output.addmm_(left, right.mT)
+        return
+    from shoal.quantised import triton_kernels
+
+    rows, columns, padded = 64, 128, max(16, 1 << (rank - 1).bit_length())
+    columns_each = gcd(width, 1024) if width % columns == 0 else 1024
+    triton_kernels.add_product[ceil(tokens / rows), ceil(width / columns_each)](
+        left.contiguous(),
+        right.contiguous(),
+        output,
+        tokens,
+        width,
+        rank,
+        columns_each,
+        WHOLE=not (tokens % rows or width % columns or rank != padded),
+        RANK=padded,
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=3,
+    )
 
 
 @_multiply_4bit.register_fake

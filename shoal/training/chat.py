@@ -13,6 +13,7 @@ from shoal.checkpoint.inspect import open_step_folder
 from shoal.checkpoint.trained_model import built_in_recipe, make_recipe
 from shoal.errors import UserError
 from shoal.training.load import load
+from shoal.training.preview import without_cudnn_attention
 
 Print = Callable[[str], None]
 """A function that prints a piece of text, without a new line."""
@@ -55,7 +56,7 @@ class Chat:
             )
         stream = _Stream(self.tokenizer, self._ends, show)
         number = min(self._options["max_new_tokens"], room)
-        with torch.no_grad():
+        with torch.no_grad(), without_cudnn_attention():
             self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ from shoal.strategies.recipe_results import place_of
 from shoal.training.metric_sums import gather_from_ranks
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Within this context, attention is not computed by cuDNN, which plans each new length of a sequence anew.
+
+    A plan takes about 40 ms (H200, torch 2.11), and every generated token makes the sequence longer.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 def make_preview(strategy: DistributedStrategy, recipe: Any, model: nn.Module, seed: int, step: int) -> str | None:
     """Returns the recipe's preview, equal on all ranks; None if there is none. All ranks call it together.
 
@@ -22,7 +38,8 @@ def make_preview(strategy: DistributedStrategy, recipe: Any, model: nn.Module, s
     seed = mix(seed, "preview", step)
     seed_generators(seed)
     torch.manual_seed(seed)  # on every device
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), strategy.whole_model(model) as whole:
+    eagerly = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), eagerly, without_cudnn_attention(), strategy.whole_model(model) as whole:
         if whole is None:
             return None
         preview = recipe.preview(whole)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.types import ParallelPlan
@@ -18,6 +22,7 @@ def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise UserError("training.mixed_precision = fp8 needs torchao: pip install 'shoal[quant]'") from None
+    _find_largest_by_rows()
     converted: list[str] = []
 
     def wanted(module: nn.Module, name: str) -> bool:
@@ -35,3 +40,31 @@ def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
             "use bf16"
         )
     return len(converted)
+
+
+def _find_largest_by_rows() -> None:
+    """Makes torchao look for the largest number of a tensor, which decides its scale, in each row first.
+
+    torchao reduces all numbers at once. torch.compile (2.11 to 2.13) makes a kernel of that which reads memory at a
+    third of its speed (H200), and joins it with fewer of the operations that make the tensor. The result is the same.
+    """
+    from torchao.float8 import float8_utils
+
+    if not hasattr(float8_utils.tensor_to_amax, "by_rows"):
+        float8_utils.tensor_to_amax = largest_by_rows(float8_utils.tensor_to_amax)
+
+
+def largest_by_rows(tensor_to_amax: Any) -> Any:
+    """Returns a function like torchao's `tensor_to_amax` that reduces the rows of a tensor first."""
+
+    @wraps(tensor_to_amax)
+    def by_rows(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        axis = kwargs.get("axiswise_dim", args[3] if len(args) > 3 else None)
+        if axis is None and x.ndim > 1:  # one scale for the whole tensor
+            with torch.no_grad():
+                x = x.abs().amax(-1)
+        found: Tensor = tensor_to_amax(x, *args, **kwargs)
+        return found
+
+    by_rows.by_rows = True  # type: ignore[attr-defined]
+    return by_rows

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.lora import LoraConfig, dropout
 from shoal.lora.adapters import add_adapters
-from shoal.quantised import FourBit, QuantisedLinear, quantise_layers
+from shoal.quantised import FourBit, QuantisedLinear, layers, quantise_layers
+from shoal.quantised.layers import add_product
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.compile import CompiledModules
 from shoal.transform.kernels import apply_kernels
 from shoal.types import ParallelPlan
+from shoal.verify.draws import turn_off_dropout
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
@@ -168,6 +171,31 @@ def test_the_operator_is_registered_as_torch_wants() -> None:
     factors = torch.randn(3, 5, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
     for added in ((None, None), factors):
         torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *added, *options))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_4_bit_layer_adds_its_adapter_where_its_output_is(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """Values and gradients are those of a base and an adapter apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=bias).requires_grad_(False))
+    quantise_layers(model, FourBit(double=True), (), "model.load_in_4bit")
+    add_adapters(model, LoraConfig(r=4, lora_alpha=12, lora_dropout=0.5, init_lora_weights=False, target_modules=["0"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    apply_kernels(model.train(), "fused", torch.device("cpu"))
+    turn_off_dropout(model)
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    first, second = trained
+    expected = F.linear(x, model[0].dequantise(), model[0].bias) + 3 * F.linear(F.linear(x, first), second)
+    added: list[torch.Size] = []
+    monkeypatch.setattr(layers, "add_product", lambda *args: (added.append(args[0].shape), add_product(*args)))
+    found = model(x)
+    assert added == [(10, 48)]
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(found)
+    for one, other in zip(
+        *(torch.autograd.grad(y, (x, first, second), gradient) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_compiled_block_computes_the_first_products_of_adapters_once(

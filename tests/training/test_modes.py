@@ -106,6 +106,16 @@ def test_a_preview_that_changes_modes_changes_no_later_step(
     assert losses(toy, "often", "training.eval_steps=3") == expected
 
 
+def test_a_preview_computes_attention_without_cudnn(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    """cuDNN plans each new length of a sequence anew, which takes longer than to generate a token."""
+    look = "str(torch.backends.cuda.cudnn_sdp_enabled())"
+    change_recipe("    def inputs(", f"    def preview(self, model):\n        return {look}\n\n    def inputs(")
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    outcome = toy.train("training.max_steps=1")
+    assert outcome.preview == "False"
+    assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+
+
 def test_modes_are_restored_after_an_error() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()).eval())
 
