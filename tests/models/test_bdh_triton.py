@@ -13,10 +13,11 @@ from models.bdh_levels import SEED, errors_beside_plain, inputs_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.models.bdh import gluon_heads, triton_heads
+from shoal.models.bdh import BDH, BDHConfig, fused, gluon_heads, triton_heads
 from shoal.models.bdh.gluon_heads import interleaved
-from shoal.models.bdh.model import rotate
+from shoal.models.bdh.model import Heads, rotate
 from shoal.models.bdh.triton_heads import TritonHeads, dropout_mask, why_not
+from shoal.transform.kernels import apply_kernels
 
 
 def encode(x: Tensor, encoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +86,34 @@ def test_a_frozen_weight_gets_no_gradient_and_products_are_counted() -> None:
         assert counter.get_total_flops() == products * with_weights + 2 * between_tokens + 3 * of_values
 
 
+def test_weights_are_prepared_once_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of levels that prepare them, each for itself."""
+    model = BDH(BDHConfig(n_layer=3, n_embd=16, n_head=2, mlp_internal_dim_multiplier=16, vocab_size=11))
+    apply_kernels(model, "fused", torch.device("cpu"))
+    monkeypatch.setattr(fused, "why_not", lambda *args: None)
+    calls: list[int] = []
+    arrange = triton_heads._arranged
+    monkeypatch.setattr(triton_heads, "_arranged", lambda weight: (calls.append(1), arrange(weight))[1])
+    tokens, results = torch.arange(24).view(2, 12) % 11, []
+    for prepared in (True, False):
+        if not prepared:
+            monkeypatch.setattr(fused.FusedHeads, "prepare", Heads.prepare)
+        torch.manual_seed(3)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss = model(tokens, tokens)
+        assert loss is not None
+        loss.backward()
+        results.append([logits, *(parameter.grad for parameter in model.parameters())])
+        assert len(calls) == (2 if prepared else 2 + 2 * 3)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("time", [5, 256, 300, 700, 2100])
 def test_scores_of_later_tokens_are_left_out(time: int) -> None:
     keys = torch.randn(2, 1, time, 4, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
-        scores = triton_heads.earlier_scores(keys).tril(-1)
+        scores = triton_heads.earlier_scores(keys)
     torch.testing.assert_close(scores, (keys @ keys.mT).tril(-1))
     whole = 2 * keys.numel() * time
     assert counter.get_total_flops() == whole if time <= 256 else counter.get_total_flops() < 0.93 * whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.transform.float8 import apply_float8, largest_by_rows
+from shoal.transform.float8 import apply_float8, cast_without_clamp, largest_by_rows
 from shoal.types import ParallelPlan
 
 
@@ -21,30 +21,50 @@ def find_largest(
 
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (2, 3, 4)])
 @pytest.mark.parametrize("arguments", [(), (False, None, None, None), (False, None, None, 0)])
-def test_the_largest_number_is_found_by_rows(shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_largest_number_is_found_by_rows(
+    shape: tuple[int, ...], arguments: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    """Of activations and gradients; those of weights, in fp32, at once."""
     seen: list[torch.Size] = []
 
     def recorded(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(x.shape)
         return find_largest(x, *args, **kwargs)
 
-    x = -torch.rand(shape)
+    x = -torch.rand(shape).to(dtype)
     by_axis = len(arguments) == 4 and arguments[3] is not None
     assert torch.equal(largest_by_rows(recorded)(x, *arguments), find_largest(x, *arguments))
-    assert seen == [shape if by_axis or len(shape) == 1 else shape[:-1]]
+    assert seen == [shape if by_axis or len(shape) == 1 or dtype == torch.float32 else shape[:-1]]
     x.view(-1)[0] = torch.nan
     assert largest_by_rows(recorded)(x, *arguments).isnan().any()
 
 
-def test_layers_of_torchao_find_their_scales_by_rows() -> None:
-    """Once, however many models there are."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_casts_that_are_not_compiled_clamp(compiled: bool) -> None:
+    clamped: list[Tensor] = []
+
+    def clamp(x: Tensor, dtype: torch.dtype) -> Tensor:
+        clamped.append(x)
+        return x.clamp(-448, 448).to(dtype)
+
+    cast = cast_without_clamp(clamp)
+    x, run = torch.tensor([0.3, -3.0]), torch.compile(backend="eager") if compiled else lambda function: function
+    assert torch.equal(run(cast)(x, torch.float8_e4m3fn).float(), x.to(torch.float8_e4m3fn).float())
+    assert len(clamped) == (0 if compiled else 1)
+
+
+def test_layers_of_torchao_use_both() -> None:
+    """Replaced once, however many models there are."""
     pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
-    from torchao.float8 import float8_utils
+    from torchao.float8 import float8_training_tensor, float8_utils
 
     for _ in range(2):
         model = torch.nn.Sequential(torch.nn.Linear(32, 32))
         assert apply_float8(model, ParallelPlan()) == 1
-        assert not hasattr(float8_utils.tensor_to_amax.__wrapped__, "by_rows")
-    x = torch.randn(4, 32)
+    for function in (float8_utils.tensor_to_amax, float8_training_tensor.to_fp8_saturated):
+        assert function.__module__ == "shoal.transform.float8"
+        assert function.__wrapped__.__module__ == "torchao.float8.float8_utils"
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
     scale = float8_utils.tensor_to_scale(x, torch.float8_e4m3fn)
-    assert scale == torch.finfo(torch.float8_e4m3fn).max / x.abs().max()
+    assert scale == (torch.finfo(torch.float8_e4m3fn).max / x.abs().max().double()).float()

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.models.bdh import gluon_heads
 from shoal.models.bdh.gradients import norm_with_deviation, through_norm
 from shoal.models.bdh.model import Heads, Memory, norm, rotate
-from shoal.models.bdh.triton_heads import TritonHeads, why_not
+from shoal.models.bdh.triton_heads import TritonHeads, prepare_shared, why_not
 
 
 class FusedHeads(Heads):
@@ -37,6 +37,16 @@ class FusedHeads(Heads):
         reason = gluon_heads.why_not(self.num_embd, self.num_neurons)
         return "in Triton and Gluon" if reason is None else f"in Triton, and none in Gluon: {reason}"
 
+    def prepare(self, x: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """Returns what the kernels in Triton read in the place of the shared tensors, once for all levels."""
+        # Of other kinds of tensors, such as those of tensor parallelism, levels get a part, and prepare that.
+        if self._why_not_in_triton(x) is not None or type(shared[0]) not in (Tensor, nn.Parameter):
+            return ()
+        return prepare_shared(*shared)
+
+    def _why_not_in_triton(self, x: Tensor) -> str | None:
+        return why_not(x.device, _compute_dtype(x), self.num_embd, self.num_neurons)
+
     def forward(
         self,
         x: Tensor,
@@ -45,15 +55,16 @@ class FusedHeads(Heads):
         decoder: Tensor,
         cos: Tensor,
         sin: Tensor,
+        *prepared: Tensor,
         memory: Memory | None = None,
     ) -> Tensor:
         if memory is not None:
-            return super().forward(x, encoder, encoder_v, decoder, cos, sin, memory)
+            return super().forward(x, encoder, encoder_v, decoder, cos, sin, memory=memory)
         dropout = self.dropout.p if self.dropout.training else 0.0
         inputs = (x, encoder, encoder_v, decoder.unflatten(0, (encoder.shape[0], -1)), cos, sin, dropout)
-        if why_not(x.device, _compute_dtype(x), self.num_embd, self.num_neurons) is None:
+        if self._why_not_in_triton(x) is None:
             # The kernels draw their random numbers from this one, which torch's generator decides.
-            y = TritonHeads.apply(*inputs, torch.randint(2**31, (1,), device=x.device))
+            y = TritonHeads.apply(*inputs, torch.randint(2**31, (1,), device=x.device), *prepared)
         else:
             y = _Heads.apply(*inputs)
         assert isinstance(y, Tensor)

@@ -296,15 +296,19 @@ def encode(
 
 
 @gluon.jit
-def _gate_load(inputs, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    encoder_v, neurons, shared, head, first, row, N = inputs
-    weights, actives, full, free = shared
+def _gate_load(inputs, D: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+    encoder_v, neurons, shared, bars, head, first, row, N = inputs
+    weights, actives = shared
+    full, free, full_actives, free_actives = bars
     for i in range(N // COLUMNS):
+        slot = _wait_free(free_actives, i, AHEAD)
+        bar = full_actives.index(slot)
+        mbarrier.expect(bar, actives.numel // AHEAD * 2)
+        tma.async_copy_global_to_shared(neurons, [first, row, i * COLUMNS], bar, actives.index(slot))
         slot = _wait_free(free, i, STAGES)
         bar = full.index(slot)
-        mbarrier.expect(bar, (weights.numel + actives.numel) // STAGES * 2)
+        mbarrier.expect(bar, weights.numel // STAGES * 2)
         tma.async_copy_global_to_shared(encoder_v, [head * D, i * COLUMNS], bar, weights.index(slot))
-        tma.async_copy_global_to_shared(neurons, [first, row, i * COLUMNS], bar, actives.index(slot))
 
 
 @gluon.jit
@@ -317,9 +321,11 @@ def _gate_part(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    normed, gated, seed, threshold, scale, shared, head, sequence, row, batch, time, N = inputs
-    weights, actives, full, free = shared
+    normed, gated, seed, threshold, scale, shared, bars, head, sequence, row, batch, time, N = inputs
+    weights, actives = shared
+    full, free, full_actives, free_actives = bars
     sequence += PART * SEQUENCES
     begin = head * batch + sequence
     tokens = _operand(normed, begin, row, (head + 1) * batch, time, D, D, SEQUENCES, ROWS, COLUMNS)
@@ -329,10 +335,12 @@ def _gate_part(
     gated += (begin.to(gl.int64) * time + row) * (N // 2)
     for i in range(N // COLUMNS):
         slot = _wait(full, i, STAGES)
-        first, second = _ordered(_done(_begun(tokens, weights.index(slot), COLUMNS)), SEQUENCES, ROWS, COLUMNS)
-        own = actives.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0)
-        one, other = _loaded(own, SEQUENCES, ROWS, COLUMNS)
+        product = _done(_begun(tokens, weights.index(slot), COLUMNS))
         _release(free.index(slot))
+        first, second = _ordered(product, SEQUENCES, ROWS, COLUMNS)
+        slot = _wait(full_actives, i, AHEAD)
+        one, other = _loaded(actives.index(slot).slice(PART * SEQUENCES, SEQUENCES, 0), SEQUENCES, ROWS, COLUMNS)
+        _release(free_actives.index(slot))
         first, second = one * gl.maximum(first, 0.0), other * gl.maximum(second, 0.0)
         if DROPS:
             bits = _hashed(i * (COLUMNS // 2) + pairs, row_seeds)
@@ -359,22 +367,26 @@ def gate(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    """gated = dropout(neurons · relu(normed @ encoder_v)), with interleaved weights. Programs as in `encode`."""
+    """gated = dropout(neurons · relu(normed @ encoder_v)), with interleaved weights. Programs as in `encode`.
+
+    STAGES tiles of weights are loaded ahead, and AHEAD tiles of neurons, which come from further away.
+    """
     tiles = gl.cdiv(time, ROWS)
     row, sequence = gl.program_id(0) % tiles * ROWS, gl.program_id(0) // tiles * (2 * SEQUENCES)
     head = gl.program_id(1)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, COLUMNS], encoder_v.layout)
-    actives = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * SEQUENCES, ROWS, COLUMNS], neurons.layout)
-    full, free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    shared, first = (weights, actives, full, free), head * batch + sequence
-    inputs = (normed, gated, seed, threshold, scale, shared, head, sequence, row, batch, time, N)
-    loaded = (encoder_v, neurons, shared, head, first, row, N)
+    actives = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * SEQUENCES, ROWS, COLUMNS], neurons.layout)
+    bars = (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(AHEAD, 1), _barriers(AHEAD, 2))
+    shared, first = (weights, actives), head * batch + sequence
+    inputs = (normed, gated, seed, threshold, scale, shared, bars, head, sequence, row, batch, time, N)
+    loaded = (encoder_v, neurons, shared, bars, head, first, row, N)
     gl.warp_specialize(
         [
-            (_gate_part, (inputs, 0, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES)),
-            (_gate_part, (inputs, 1, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES)),
-            (_gate_load, (loaded, D, COLUMNS, STAGES)),
+            (_gate_part, (inputs, 0, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES, AHEAD)),
+            (_gate_part, (inputs, 1, D, DROPS, SEQUENCES, ROWS, COLUMNS, STAGES, AHEAD)),
+            (_gate_load, (loaded, D, COLUMNS, STAGES, AHEAD)),
         ],
         [4, 1],
         [240, 24],
@@ -463,8 +475,8 @@ def gate_backward(
     """The gradients of gates and, through the gating, of neurons, which are computed again. Programs as in `encode`.
 
     Where a neuron is 0, its gradient is -0.0, so that `keys_backward` need not read neurons. `encoder` is interleaved;
-    `decoder` comes as (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns. STAGES tiles of
-    weights are loaded ahead, and AHEAD tiles of gated neurons, which come from further away.
+    `decoder` comes as (heads · neurons / 32, 4, 4, 2, embd), in the order of interleaved columns. STAGES and AHEAD as
+    in `gate`.
     """
     tiles = gl.cdiv(time, ROWS)
     row, sequence = gl.program_id(0) % tiles * ROWS, gl.program_id(0) // tiles * (2 * SEQUENCES)

@@ -157,6 +157,10 @@ class Heads(nn.Module):
 
         self.__class__ = FusedHeads
 
+    def prepare(self, x: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """Returns what all levels need of the shared tensors besides them. They get it after the shared tensors."""
+        return ()
+
     def forward(
         self,
         x: Tensor,
@@ -165,6 +169,7 @@ class Heads(nn.Module):
         decoder: Tensor,
         cos: Tensor,
         sin: Tensor,
+        *prepared: Tensor,
         memory: Memory | None = None,
     ) -> Tensor:
         num_heads = encoder.shape[0]
@@ -190,7 +195,8 @@ class Level(nn.Module):
         self.heads = Heads(config)
 
     def forward(self, x: Tensor, *shared: Tensor, memory: Memory | None = None) -> Tensor:
-        """Returns the hidden states of the next level. `shared` is encoder, encoder_v, decoder, cos, sin."""
+        """Returns the hidden states of the next level. `shared` is encoder, encoder_v, decoder, cos, sin, and what
+        `Heads.prepare` made of them."""
         return norm(x + norm(self.heads(x, *shared, memory=memory)))
 
 
@@ -243,6 +249,8 @@ class BDH(nn.Module):
         length = tokens.shape[1]
         shared = (self.encoder, self.encoder_v, self.decoder, *self.attn(state.position if state else 0, length))
         x = norm(self.embed(tokens))
+        if state is None:
+            shared += self.levels[0].heads.prepare(x, *shared)  # type: ignore[operator, union-attr]
         for i, level in enumerate(self.levels):
             x = level(x, *shared, memory=state.memories[i] if state else None)
         if state:

@@ -78,16 +78,20 @@ class TritonHeads(torch.autograd.Function):
         sin: Tensor,
         dropout: float,
         seed: Tensor,
+        *prepared: Tensor,
     ) -> Tensor:
-        kind = torch.bfloat16
-        values, *weights, cos, sin = (tensor.to(kind) for tensor in (x, encoder, encoder_v, decoder, cos, sin))
-        neurons, keys = encode(values, _arranged(weights[0]), cos, sin)
-        scores = earlier_scores(keys).tril(-1)
+        """`prepared` is what `prepare_shared` returned, or nothing."""
+        values, dtypes = x.to(torch.bfloat16), [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
+        prepared = prepared or prepare_shared(encoder, encoder_v, decoder.flatten(0, 1), cos, sin)
+        arranged, arranged_v, encoder, encoder_v, decoder, cos, sin = prepared
+        neurons, keys = encode(values, arranged, cos, sin)
+        scores = earlier_scores(keys)
         attended = scores @ values
-        gated = gate(norm(attended).to(kind), _arranged(weights[1]), neurons, dropout, seed)
-        y = torch.bmm(gated.flatten(1, 2), weights[2]).sum(0).view_as(x)
-        ctx.save_for_backward(values, *weights, cos, sin, keys, scores, attended, gated)
-        ctx.dropout, ctx.dtypes = dropout, [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
+        gated = gate(norm(attended).to(values.dtype), arranged_v, neurons, dropout, seed)
+        y = torch.bmm(gated.flatten(1, 2), decoder).sum(0).view_as(x)
+        kept = (arranged, encoder, encoder_v, decoder, keys, scores, attended, gated)
+        ctx.save_for_backward(values, cos, sin, *kept)
+        ctx.dropout, ctx.dtypes, ctx.num_inputs = dropout, dtypes, 8 + len(prepared)
         return y
 
     @staticmethod
@@ -95,11 +99,9 @@ class TritonHeads(torch.autograd.Function):
     def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients, of some heads at a time: what a backward needs for a moment is as large as what a
         level keeps, and would decide how much memory a step takes."""
-        values, encoder, encoder_v, decoder, cos, sin, *kept = ctx.saved_tensors
+        values, cos, sin, *kept = ctx.saved_tensors
         to_y = to_y.to(torch.bfloat16).contiguous()
-        by_head = zip(
-            *(tensor.split(-(-len(encoder) // 2)) for tensor in (encoder, encoder_v, decoder, *kept)), strict=True
-        )
+        by_head = zip(*(tensor.split(-(-len(tensor) // 2)) for tensor in kept), strict=True)
         wanted, scale = ctx.needs_input_grad[1:4], 1 / (1 - ctx.dropout)
         parts = [_gradients(values, to_y, cos, sin, scale, wanted, *some) for some in by_head]
         to_x, *to_weights = zip(*parts, strict=True)
@@ -107,7 +109,7 @@ class TritonHeads(torch.autograd.Function):
             None if to_it[0] is None else torch.cat([part.to(dtype) for part in to_it])
             for to_it, dtype in zip(to_weights, ctx.dtypes[1:], strict=True)
         )
-        return sum(to_x).to(ctx.dtypes[0]), *gradients, None, None, None, None
+        return sum(to_x).to(ctx.dtypes[0]), *gradients, *[None] * (ctx.num_inputs - 4)
 
 
 def _gradients(
@@ -117,6 +119,7 @@ def _gradients(
     sin: Tensor,
     scale: float,
     wanted: Sequence[bool],
+    arranged: Tensor,
     encoder: Tensor,
     encoder_v: Tensor,
     decoder: Tensor,
@@ -132,7 +135,7 @@ def _gradients(
     heads = len(encoder)
     tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (x, to_y))
     to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if wanted[2] else None
-    to_gates, to_neurons = gate_backward(x, to_y, _arranged(encoder), decoder, gated, scale)
+    to_gates, to_neurons = gate_backward(x, to_y, arranged, decoder, gated, scale)
     to_gates = to_gates.flatten(1, 2)
     normed, deviation = norm_with_deviation(attended)
     to_encoder_v = torch.bmm(normed.to(x.dtype).flatten(1, 2).mT, to_gates) if wanted[1] else None
@@ -145,8 +148,17 @@ def _gradients(
     to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
     to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
     to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
-    to_x = torch.baddbmm(to_values.flatten(1, 2), to_neurons, encoder.mT).sum(0, dtype=torch.float32)
+    to_x = (torch.bmm(to_neurons, encoder.mT).float() + to_values.flatten(1, 2)).sum(0)
     return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
+
+
+@torch.no_grad()
+def prepare_shared(encoder: Tensor, encoder_v: Tensor, decoder: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Returns both encoders as `encode` and `gate` want them, and then all in bf16, the decoder as (heads, neurons,
+    embd). All levels share them, so a model prepares them once."""
+    by_head = decoder.unflatten(0, (len(encoder), -1))
+    encoder, encoder_v, decoder, cos, sin = (t.to(torch.bfloat16) for t in (encoder, encoder_v, by_head, cos, sin))
+    return _arranged(encoder), _arranged(encoder_v), encoder, encoder_v, decoder, cos, sin
 
 
 def _arranged(weight: Tensor) -> Tensor:
@@ -162,7 +174,7 @@ def _has_gluon(embd: int, neurons: int) -> bool:
 
 @custom_op("shoal::bdh_earlier_scores", mutates_args=())
 def earlier_scores(keys: Tensor) -> Tensor:
-    """Returns keys @ keys.mT, (heads, batch, time, time). What is above the diagonal may be any number.
+    """Returns keys @ keys.mT below the diagonal, and 0 elsewhere: (heads, batch, time, time).
 
     Some rows at a time, each with the keys up to the last of them: of 512 tokens that leaves out a quarter.
     """
@@ -171,7 +183,7 @@ def earlier_scores(keys: Tensor) -> Tensor:
     scores = keys.new_empty(len(keys), time, time)
     for first, end in _row_groups(time):
         torch.bmm(keys[:, first:end], keys[:, :end].mT, out=scores[:, first:end, :end])
-    return scores.view(*by_sequence, time, time)
+    return scores.tril_(-1).view(*by_sequence, time, time)  # in place it writes the zeros alone
 
 
 @earlier_scores.register_fake
