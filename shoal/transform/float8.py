@@ -22,7 +22,7 @@ def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise UserError("training.mixed_precision = fp8 needs torchao: pip install 'shoal[quant]'") from None
-    _quicken_torchao()
+    _find_largest_by_rows()
     converted: list[str] = []
 
     def wanted(module: nn.Module, name: str) -> bool:
@@ -42,20 +42,14 @@ def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
     return len(converted)
 
 
-def _quicken_torchao() -> None:
-    """Replaces two functions inside torchao (0.15 to 0.18) by others with the same results, which torch.compile (2.11
-    to 2.13) makes faster kernels of."""
-    from torchao.float8 import float8_training_tensor, float8_utils
+def _find_largest_by_rows() -> None:
+    """Replaces a function inside torchao (0.15 to 0.18) by one with the same results, which torch.compile (2.11 to
+    2.13) makes faster kernels of."""
+    from torchao.float8 import float8_utils
 
-    for module, name, quicker in (
-        (float8_utils, "tensor_to_amax", largest_by_rows),
-        (float8_training_tensor, "to_fp8_saturated", cast_without_clamp),
-    ):
-        original = getattr(module, name, None)
-        if original is not None and original.__module__ != __name__:
-            replacement = quicker(original)
-            replacement.__module__ = __name__
-            setattr(module, name, replacement)
+    original = getattr(float8_utils, "tensor_to_amax", None)
+    if original is not None and original.__module__ != __name__:
+        float8_utils.tensor_to_amax = largest_by_rows(original)
 
 
 def largest_by_rows(tensor_to_amax: Any) -> Any:
@@ -75,18 +69,5 @@ def largest_by_rows(tensor_to_amax: Any) -> Any:
         found: Tensor = tensor_to_amax(x, *args, **kwargs)
         return found
 
+    by_rows.__module__ = __name__
     return by_rows
-
-
-def cast_without_clamp(to_fp8_saturated: Any) -> Any:
-    """Returns a function like torchao's `to_fp8_saturated`, which does not clamp before it casts if it is compiled.
-
-    Compiled casts saturate by themselves, and the clamps take a quarter of the time of the kernels that have them.
-    """
-
-    @wraps(to_fp8_saturated)
-    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-        result: Tensor = x.to(dtype) if torch.compiler.is_compiling() else to_fp8_saturated(x, dtype)
-        return result
-
-    return cast

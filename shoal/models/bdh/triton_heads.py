@@ -85,7 +85,7 @@ class TritonHeads(torch.autograd.Function):
         prepared = prepared or prepare_shared(encoder, encoder_v, decoder.flatten(0, 1), cos, sin)
         arranged, arranged_v, encoder, encoder_v, decoder, cos, sin = prepared
         neurons, keys = encode(values, arranged, cos, sin)
-        scores = earlier_scores(keys)
+        scores = earlier_scores(keys).tril(-1)
         attended = scores @ values
         gated = gate(norm(attended).to(values.dtype), arranged_v, neurons, dropout, seed)
         y = torch.bmm(gated.flatten(1, 2), decoder).sum(0).view_as(x)
@@ -174,7 +174,7 @@ def _has_gluon(embd: int, neurons: int) -> bool:
 
 @custom_op("shoal::bdh_earlier_scores", mutates_args=())
 def earlier_scores(keys: Tensor) -> Tensor:
-    """Returns keys @ keys.mT below the diagonal, and 0 elsewhere: (heads, batch, time, time).
+    """Returns keys @ keys.mT, (heads, batch, time, time). What is above the diagonal may be any number.
 
     Some rows at a time, each with the keys up to the last of them: of 512 tokens that leaves out a quarter.
     """
@@ -183,7 +183,7 @@ def earlier_scores(keys: Tensor) -> Tensor:
     scores = keys.new_empty(len(keys), time, time)
     for first, end in _row_groups(time):
         torch.bmm(keys[:, first:end], keys[:, :end].mT, out=scores[:, first:end, :end])
-    return scores.tril_(-1).view(*by_sequence, time, time)  # in place it writes the zeros alone
+    return scores.view(*by_sequence, time, time)
 
 
 @earlier_scores.register_fake
