@@ -16,6 +16,8 @@ from shoal.checkpoint.peers import Peers
 from shoal.checkpoint.store import LocalShard, assign_shards, local_shards, publish
 from shoal.types import TrainState
 
+PAGE_BYTES = 4096
+
 
 class Saver:
     """Writes one checkpoint at a time. All ranks call `save` and `wait` in the same order.
@@ -34,8 +36,20 @@ class Saver:
         """Host memory for the shards that this rank writes, by section and name."""
         self._kinds: dict[str, Any] = {}
         """The dtype, shape and region of every shard that this rank held at the last save."""
+        self._allocating: threading.Thread | None = None
+        self._without_memory: BaseException | None = None
+        """Why memory could not be allocated."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def reserve(self, state: TrainState) -> None:
+        """Begins to allocate the buffers for such a state, in a thread. All ranks call it together.
+
+        New memory takes longer to get than to copy into, above all memory that is pinned for a GPU, and the first save
+        would wait for it.
+        """
+        if self.background:
+            self._allocate(state, {name: shard[:3] for name, shard in local_shards(state).items()})
 
     def save(
         self,
@@ -79,14 +93,39 @@ class Saver:
         held = local_shards(state)
         kinds = {name: shard[:3] for name, shard in held.items()}
         if kinds != self._kinds:
-            shards = assign_shards(state)
-            self._buffers.clear()  # frees the old ones before new ones are allocated
-            for name, (dtype, _, region, tensor) in shards.items():
-                self._buffers[name] = torch.empty(region.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-            self._kinds = kinds
+            self._allocate(state, kinds)
+        if self._allocating is not None:
+            self._allocating.join()
+            self._allocating = None
+            if self._without_memory is not None:
+                error, self._without_memory, self._kinds = self._without_memory, None, {}  # the next save tries again
+                raise error
         for name, buffer in self._buffers.items():
             buffer.copy_(held[name].tensor, non_blocking=True)
         for device in {held[name].tensor.device for name in self._buffers}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         return {name: held[name]._replace(tensor=buffer) for name, buffer in self._buffers.items()}
+
+    def _allocate(self, state: TrainState, kinds: dict[str, Any]) -> None:
+        """Begins to allocate a buffer for each shard that this rank writes."""
+        shards = assign_shards(state)
+        if self._allocating is not None:
+            self._allocating.join()
+        self._buffers.clear()  # frees the old ones before new ones are allocated
+        self._kinds = kinds
+
+        def allocate() -> None:
+            try:
+                for name, (dtype, _, region, tensor) in shards.items():
+                    buffer = torch.empty(region.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+                    if not tensor.is_cuda:
+                        # A page of new memory exists when it is first written to. By NumPy, because torch would take
+                        # threads from the training.
+                        buffer.view(-1).view(torch.uint8).numpy()[::PAGE_BYTES] = 0
+                    self._buffers[name] = buffer
+            except BaseException as error:  # raised by the next save
+                self._without_memory = error
+
+        self._allocating = threading.Thread(target=allocate, name="allocating", daemon=True)
+        self._allocating.start()

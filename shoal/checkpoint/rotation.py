@@ -76,6 +76,10 @@ class CheckpointManager:
         """Returns the folder of a step's checkpoint."""
         return step_folder(self.output_dir, step)
 
+    def reserve(self, state: TrainState) -> None:
+        """Begins to allocate the memory that saves in the background copy such a state into."""
+        self._saver.reserve(state)
+
     def save_state(self, state: TrainState, trainer: dict[str, Any], about: dict[str, Any]) -> None:
         """Publishes a checkpoint, and then removes those that need not be kept any longer.
 

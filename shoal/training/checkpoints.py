@@ -95,6 +95,21 @@ class Checkpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
+    def reserve(self, hooks: HookState) -> None:
+        """Begins to allocate the memory of saves in the background, if the run saves before its end.
+
+        After the first step, because optimizers have no state before.
+        """
+        config = self.run.config.checkpoint
+        if config.every or config.every_epochs or config.every_minutes or config.keep_every or config.keep_best:
+            self.manager.reserve(self._state(hooks)[0])
+
+    def _state(self, hooks: HookState) -> tuple[TrainState, dict[str, Any]]:
+        """Returns what a checkpoint stores, and what its manifest says of the frozen tensors that it does not."""
+        state, base = self.base.without_base(self.session.state())
+        state.callbacks.update(hooks.tensors)  # type: ignore[arg-type]  # none of them is on disk
+        return state, base
+
     def save(
         self,
         progress: Mapping[str, Any],
@@ -124,8 +139,7 @@ class Checkpoints:
             "recipe_source": self._recipe_source,
             **tied_and_buffers(self.session.model),
         }
-        state, base = self.base.without_base(self.session.state())
-        state.callbacks.update(hooks.tensors)  # type: ignore[arg-type]  # none of them is on disk
+        state, base = self._state(hooks)
         self._check_finite(state, progress["step"])
         with self._warns_if_unsaved():
             self.manager.save_state(state, trainer, about | base)

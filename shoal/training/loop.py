@@ -182,6 +182,8 @@ class Shell:
                 if self.step % log_every == 0 or self.step in (self.first_step + 1, self.total_steps):
                     self.log(body, micro_batches)
                     agreeing = None if hooks.has_any else agreeing
+                    if self.step == self.first_step + 1 and self.checkpoints.manager.background:
+                        self.checkpoints.reserve(hooks.state())
                     if handle.requested_return is not None:
                         self.goes_back = self._go_back(handle.requested_return)
                         return

@@ -71,6 +71,68 @@ def test_buffers_are_allocated_once(tmp_path: Path) -> None:
     assert torch.equal(open_checkpoint(tmp_path / "3").read().model["cut"], sharded_state(3).model["cut"])
 
 
+def test_memory_that_was_reserved_is_what_the_first_save_copies_into(tmp_path: Path) -> None:
+    saver = Saver(background=True)
+    saver.reserve(sharded_state())
+    assert saver._allocating is not None
+    saver._allocating.join()
+    reserved = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
+    assert sorted(reserved) == ["model/cut", "model/same", "optimizer/cut/step", "strategy/scale"]
+    saver.save(tmp_path / "1", sharded_state(2), {"step": 1}, {})
+    saver.wait()
+    assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == reserved
+    assert torch.equal(open_checkpoint(tmp_path / "1").read().model["cut"], sharded_state(2).model["cut"])
+    wider = TrainState({"cut": torch.ones(9)})  # another state than the one that memory was reserved for
+    saver.save(tmp_path / "2", wider, {"step": 2}, {})
+    saver.wait()
+    assert torch.equal(open_checkpoint(tmp_path / "2").read().model["cut"], torch.ones(9))
+
+
+def test_memory_that_cannot_be_reserved_fails_the_save_and_not_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, empty = Saver(background=True), torch.empty
+
+    def no_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", no_memory)
+        saver.reserve(sharded_state())
+        assert saver._allocating is not None
+        saver._allocating.join()
+    assert torch.empty is empty
+    with pytest.raises(MemoryError, match="no memory left"):
+        saver.save(tmp_path / "1", sharded_state(), {"step": 1}, {})
+    saver.save(tmp_path / "2", sharded_state(), {"step": 2}, {})
+    saver.wait()
+    assert torch.equal(open_checkpoint(tmp_path / "2").read().model["cut"], sharded_state().model["cut"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "times"),
+    [
+        (["checkpoint.async_save=true", "checkpoint.every=3"], 1),
+        (["checkpoint.async_save=true", "checkpoint.every=null"], 0),  # it saves only at its end
+        (["checkpoint.async_save=false", "checkpoint.every=3"], 0),
+    ],
+)
+def test_a_run_reserves_memory_after_its_first_step(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, keys: list[str], times: int
+) -> None:
+    reserved: list[set[str]] = []
+    reserve = Saver.reserve
+
+    def recorded(saver: Saver, state: TrainState) -> None:
+        reserved.append(set(state.optimizer))
+        reserve(saver, state)
+
+    monkeypatch.setattr(Saver, "reserve", recorded)
+    toy.train("training.max_steps=4", *keys)
+    assert len(reserved) == times
+    assert all(reserved)  # the optimizer has its state
+
+
 def test_training_continues_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, order = threading.Event(), []
     publish = async_save.publish
