@@ -78,7 +78,7 @@ def test_memory_that_was_reserved_is_what_the_first_save_copies_into(tmp_path: P
     saver._allocating.join()
     reserved = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
     assert sorted(reserved) == ["model/cut", "model/same", "optimizer/step/cut", "strategy/scale"]
-    saver.save(tmp_path / "1", sharded_state(2), {"step": 1}, {})
+    saver.save(tmp_path / "1", sharded_state(2.0), {"step": 1}, {})
     saver.wait()
     assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == reserved
     assert torch.equal(open_checkpoint(tmp_path / "1").read().model["cut"], sharded_state(2).model["cut"])
