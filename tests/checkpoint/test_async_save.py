@@ -82,7 +82,7 @@ def test_memory_that_was_reserved_is_what_the_first_save_copies_into(tmp_path: P
     saver.wait()
     assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == reserved
     assert torch.equal(open_checkpoint(tmp_path / "1").read().model["cut"], sharded_state(2).model["cut"])
-    wider = TrainState({"cut": torch.ones(9)})  # another state than the one that memory was reserved for
+    wider = TrainState({"cut": torch.ones(9)}, {})  # another state than the one that memory was reserved for
     saver.save(tmp_path / "2", wider, {"step": 2}, {})
     saver.wait()
     assert torch.equal(open_checkpoint(tmp_path / "2").read().model["cut"], torch.ones(9))
