@@ -65,6 +65,13 @@ def test_private_torch_is_touched_in_one_file() -> None:
             assert not re.search(r"\btorch(\.\w+)*\._(?!_)", path.read_text()), path
 
 
+def test_the_compiler_of_torch_is_imported_where_it_is_needed() -> None:
+    """It takes seconds, also in runs that compile nothing. These modules of torch import it."""
+    compiler = re.compile(r"^(from|import) torch\.(_dynamo|_inductor|nn\.attention\.(varlen|flex_attention))", re.M)
+    for path in PACKAGE.rglob("*.py"):
+        assert not compiler.search(path.read_text()), path
+
+
 def test_models_are_plain_single_device_code() -> None:
     for path in (PACKAGE / "models").rglob("*.py"):
         assert "torch.distributed" not in path.read_text(), path

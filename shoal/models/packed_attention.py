@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
-_OPTIONS = inspect.signature(varlen_attn).parameters
-"""torch 2.11 has no `enable_gqa` yet."""
+_kernel: Any = None
+"""torch's function for samples of different lengths side by side, once `as_mask` has imported it: its module imports
+torch.compile, which takes seconds, and an import in a compiled function may break its graph."""
+_options: Mapping[str, Any] = {}
+"""The arguments of that function; torch 2.11 has no `enable_gqa` yet."""
 _LARGEST_HEAD = 256
 PACKABLE = (
     *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "granite", "llama"),
@@ -54,7 +56,18 @@ def as_mask(starts: Tensor, length: int) -> Tensor:
 
     transformers passes on whatever has four dimensions.
     """
-    return starts[:, None, None, :] if starts.is_cuda else block_mask(starts, length)
+    if not starts.is_cuda:
+        return block_mask(starts, length)
+    _import_kernel()
+    return starts[:, None, None, :]
+
+
+def _import_kernel() -> None:
+    global _kernel, _options
+    if _kernel is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        _kernel, _options = varlen_attn, inspect.signature(varlen_attn).parameters
 
 
 def bounds_in_batch(starts: Tensor, length: int) -> Tensor:
@@ -86,13 +99,13 @@ def attend_within_samples(
             _warn(reason)
         return sdpa(module, query, key, value, block_mask(starts, length), **options)[0]
     batch, heads, _, size = query.shape
-    if "enable_gqa" not in _OPTIONS:
+    if "enable_gqa" not in _options:
         groups = heads // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     shared: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads else {}
     bounds = bounds_in_batch(starts, length)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(
+    output = _kernel(
         query, key, value, bounds, bounds, length, length, scale=options.get("scaling"), window_size=(-1, 0), **shared
     )
     assert isinstance(output, Tensor)
@@ -104,7 +117,7 @@ def _why_no_kernel(query: Tensor, value: Tensor, options: dict[str, Any]) -> str
     size = query.shape[-1]
     reasons = {
         "there is no GPU": not query.is_cuda,
-        f"this torch ({torch.__version__}) has no `window_size` and `scale` for it": not _OPTIONS.keys()
+        f"this torch ({torch.__version__}) has no `window_size` and `scale` for it": not _options.keys()
         >= {"window_size", "scale"},
         "it computes in bf16 and fp16 only": query.dtype not in (torch.bfloat16, torch.float16),
         f"it takes heads of up to {_LARGEST_HEAD} numbers, a multiple of 8": not (

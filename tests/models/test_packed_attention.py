@@ -187,7 +187,9 @@ def test_flash_attention_keeps_samples_apart(key_heads: int) -> None:
             for heads in (4, key_heads, key_heads)
         )
         if use_kernel:
-            output = attend_within_samples(sdpa, module, query, key, value, starts[:, None, None], scaling=0.2)
+            mask = as_mask(starts, LENGTH)
+            assert has_starts(mask)
+            output = attend_within_samples(sdpa, module, query, key, value, mask, scaling=0.2)
         else:
             output, _ = sdpa(module, query, key, value, block_mask(starts, LENGTH), scaling=0.2)
         output.square().sum().backward()
