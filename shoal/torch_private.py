@@ -62,6 +62,7 @@ __all__ = [
     "foreach_norm",
     "foreach_sign_",
     "gradient_hooks",
+    "has_dispatch_mode",
     "is_fake",
     "move_towards",
     "post_accumulate_hooks",
@@ -179,6 +180,11 @@ def move_towards(values: list[Tensor], targets: list[Tensor], weight: Tensor) ->
 def version_of(tensor: Tensor) -> int:
     """Returns how often a tensor was changed in place, which autograd counts."""
     return tensor._version
+
+
+def has_dispatch_mode() -> bool:
+    """Returns whether a TorchDispatchMode sees the operations of this thread, such as FakeTensorMode."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.seeding import mix, seed_generators
-from shoal.tensors import local_part, local_slices
 from shoal.torch_private import TorchDispatchMode, storage_key
+from shoal.weights.parallel_draws import ParallelDraws
 from shoal.weights.parameter_extras import carry_over, find_reference
 
 Reset = Callable[[nn.Module, nn.Module], None]
@@ -35,31 +35,32 @@ def draw(
 
     They are drawn on the CPU, so that a GPU starts from the same values, and as whole tensors, so that every sharding
     does; then the shard is copied to its device. A module's own `reset_parameters()` may also change the parameters of
-    its children, so those stay whole until it has run. `draw_dtypes` has the dtypes in which they are drawn, by the
+    its children, so those stay whole until it has run. Large tensors of several modules are drawn at the same time, and
+    all parameters have their values when this returns. `draw_dtypes` has the dtypes in which they are drawn, by the
     dtypes that they have, where these differ.
     """
     modules_with_reset = [m for m in model.modules() if not reset and _reset_function(model, m, None)]
     reset_again_later = {child for module in modules_with_reset for child in module.modules() if child is not module}
     whole_tensors: dict[nn.Parameter, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for name, module in _children_first(model):
-        to_draw = {key: p for key, p in module._parameters.items() if p is not None and p in parameters}
-        undrawn = [p for p in to_draw.values() if p not in whole_tensors]
-        whole_tensors |= {
-            p: parameter_like(p, torch.empty(p.shape, dtype=draw_dtypes.get(p.dtype, p.dtype))) for p in undrawn
-        }
-        replaced += [(module, key, p) for key, p in to_draw.items()]
-        module._parameters.update({key: whole_tensors[p] for key, p in to_draw.items()})
-        reset_module = _reset_function(model, module, reset)
-        if undrawn and reset_module:
-            seed_generators(mix(seed, "init", name))
-            reset_module()
-        if module not in reset_again_later:
-            for owner, key, parameter in replaced:
-                local_part(parameter).copy_(whole_tensors[parameter][tuple(local_slices(parameter))])
-                owner._parameters[key] = parameter
-            parameters = parameters - whole_tensors.keys()  # a tied parameter is drawn once
-            whole_tensors, replaced = {}, []
+    with ParallelDraws(parameters) as draws:
+        for name, module in _children_first(model):
+            to_draw = {key: p for key, p in module._parameters.items() if p is not None and p in parameters}
+            undrawn = [p for p in to_draw.values() if p not in whole_tensors]
+            for p in undrawn:
+                whole_tensors[p] = parameter_like(p, draws.allocate(p.shape, draw_dtypes.get(p.dtype, p.dtype)))
+            replaced += [(module, key, p) for key, p in to_draw.items()]
+            module._parameters.update({key: whole_tensors[p] for key, p in to_draw.items()})
+            reset_module = _reset_function(model, module, reset)
+            if undrawn and reset_module:
+                seed_generators(mix(seed, "init", name))
+                draws.run(reset_module)
+            if module not in reset_again_later:
+                for owner, key, parameter in replaced:
+                    owner._parameters[key] = parameter
+                draws.end_unit(whole_tensors)
+                parameters = parameters - whole_tensors.keys()  # a tied parameter is drawn once
+                whole_tensors, replaced = {}, []
 
 
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
