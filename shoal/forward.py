@@ -35,10 +35,8 @@ def add_layer(module: nn.Module, layer: Layer) -> None:
     module.forward = forward
 
 
-def compile_forwards(modules: Sequence[nn.Module], options: dict[str, Any] | None = None) -> None:
+def compile_forwards(modules: Sequence[nn.Module]) -> None:
     """Compiles the forwards of modules, with all their layers. Those of one class share their graphs.
-
-    `options` are those of torch.compile.
 
     torch keeps graphs by code object, at most eight for each. All layers have the same code, so that other classes and
     other models in the process would use up the eight; so each class gets a copy of the code, anew at each call.
@@ -52,7 +50,7 @@ def compile_forwards(modules: Sequence[nn.Module], options: dict[str, Any] | Non
         if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
             code = codes.setdefault(type(module), forward.__code__.replace())
             forward = wraps(forward)(FunctionType(code, forward.__globals__, closure=forward.__closure__))
-        module.forward = torch.compile(forward, options=options)
+        module.forward = torch.compile(forward)
         viewed = [member for member in module.modules() if _VIEWS in vars(member)]
         if viewed:
             module.register_forward_pre_hook(lambda *_, viewed=viewed: _make_views(viewed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         """Host memory for the shards that this rank writes, by section and name."""
         self._kinds: dict[str, Any] = {}
-        """The dtype, shape and region of every shard that this rank held at the last save."""
+        """The dtype, shape and region of every shard that this rank held when shards were last assigned."""
+        self._names: list[str] = []
+        """The shards that this rank writes."""
         self._allocating: threading.Thread | None = None
-        self._without_memory: BaseException | None = None
-        """Why memory could not be allocated."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -48,8 +49,18 @@ class Saver:
         New memory takes longer to get than to copy into, above all memory that is pinned for a GPU, and the first save
         would wait for it.
         """
-        if self.background:
-            self._allocate(state, {name: shard[:3] for name, shard in local_shards(state).items()})
+        if not self.background:
+            return
+        held = local_shards(state)
+        self._assign(state, held)
+
+        def allocate() -> None:
+            with suppress(Exception):  # the save allocates what is missing, and says why it cannot
+                self._allocate(held)
+
+        # Not a daemon: Python would end it in the middle of torch's code when the run fails, and abort.
+        self._allocating = threading.Thread(target=allocate, name="allocating")
+        self._allocating.start()
 
     def save(
         self,
@@ -91,15 +102,10 @@ class Saver:
         Shards are assigned again only if the kinds of tensors have changed, which happens on all ranks at once.
         """
         held = local_shards(state)
-        kinds = {name: shard[:3] for name, shard in held.items()}
-        if kinds != self._kinds:
-            self._allocate(state, kinds)
-        if self._allocating is not None:
-            self._allocating.join()
-            self._allocating = None
-            if self._without_memory is not None:
-                error, self._without_memory, self._kinds = self._without_memory, None, {}  # the next save tries again
-                raise error
+        if _kinds_of(held) != self._kinds:
+            self._assign(state, held)
+        self._end_allocating()
+        self._allocate(held)
         for name, buffer in self._buffers.items():
             buffer.copy_(held[name].tensor, non_blocking=True)
         for device in {held[name].tensor.device for name in self._buffers}:
@@ -107,25 +113,31 @@ class Saver:
                 torch.accelerator.synchronize(device)
         return {name: held[name]._replace(tensor=buffer) for name, buffer in self._buffers.items()}
 
-    def _allocate(self, state: TrainState, kinds: dict[str, Any]) -> None:
-        """Begins to allocate a buffer for each shard that this rank writes."""
-        shards = assign_shards(state)
+    def _assign(self, state: TrainState, held: dict[str, LocalShard]) -> None:
+        """Agrees with the other ranks on the shards that each writes."""
+        names = [*assign_shards(state)]
+        self._end_allocating()
+        self._buffers.clear()  # frees the old ones before new ones are allocated
+        self._names, self._kinds = names, _kinds_of(held)
+
+    def _allocate(self, held: dict[str, LocalShard]) -> None:
+        """Allocates the buffers that are missing; in a thread, until the program ends."""
+        for name in self._names:
+            if name in self._buffers or not threading.main_thread().is_alive():
+                continue
+            dtype, _, region, tensor = held[name]
+            buffer = torch.empty(region.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+            if threading.current_thread() is self._allocating and not tensor.is_cuda:
+                # A page of new memory exists when it is first written to. By NumPy, because torch would take threads
+                # from the training.
+                buffer.view(-1).view(torch.uint8).numpy()[::PAGE_BYTES] = 0
+            self._buffers[name] = buffer
+
+    def _end_allocating(self) -> None:
         if self._allocating is not None:
             self._allocating.join()
-        self._buffers.clear()  # frees the old ones before new ones are allocated
-        self._kinds = kinds
+            self._allocating = None
 
-        def allocate() -> None:
-            try:
-                for name, (dtype, _, region, tensor) in shards.items():
-                    buffer = torch.empty(region.shape, dtype=dtype, pin_memory=tensor.is_cuda)
-                    if not tensor.is_cuda:
-                        # A page of new memory exists when it is first written to. By NumPy, because torch would take
-                        # threads from the training.
-                        buffer.view(-1).view(torch.uint8).numpy()[::PAGE_BYTES] = 0
-                    self._buffers[name] = buffer
-            except BaseException as error:  # raised by the next save
-                self._without_memory = error
 
-        self._allocating = threading.Thread(target=allocate, name="allocating", daemon=True)
-        self._allocating.start()
+def _kinds_of(held: dict[str, LocalShard]) -> dict[str, Any]:
+    return {name: shard[:3] for name, shard in held.items()}

@@ -115,7 +115,7 @@ class AdaptedLinear(LowRankLayer):
             # The operator scales the outputs of A, which are fewer than those of B, unless B has a bias to be scaled.
             early, late = (self.scaling, 1.0) if second.bias is None else (1.0, self.scaling)
             reduced = first(x, dropout.p, early)
-            if late == 1 and getattr(self, "adds_products", False):  # as 4-bit layers do
+            if second.bias is None and getattr(self, "adds_products", False):  # as 4-bit layers do
                 updated: Tensor = second(reduced, base=partial(super().forward, x))
                 return updated
             update = second(reduced)

@@ -16,6 +16,7 @@ from shoal.errors import UserError
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
 from shoal.tensors import why_no_triton
+from shoal.torch_private import version_of
 
 PARTS: tuple[Part, ...] = ("weight", "statistics")
 MAX_RANK = 128
@@ -65,8 +66,8 @@ class QuantisedLinear(nn.Module):
         return isinstance(self.scheme, FourBit)
 
     def forward(self, input: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Multiplies with the matrix. In 4 bits it can add left @ right.T to the output, for `added` = (left, right),
-        without a pass over it."""
+        """Multiplies with the matrix, and adds left @ right.T for `added` = (left, right): in 4 bits where the output
+        is, unless the matrix is multiplied in another dtype than these."""
         device = input.device.type if input.device.type != "meta" else "cpu"  # which has no autocast
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         compute = getattr(torch, self.scheme.compute) if self.scheme.compute else autocast or input.dtype
@@ -75,9 +76,11 @@ class QuantisedLinear(nn.Module):
             if isinstance(self.scheme, EightBit):
                 output = self._multiply_8bit(input.to(compute), bias, self.scheme)
             else:
-                left, right = (None, None) if added is None else (factor.to(compute) for factor in added)
+                left, right = added if added is not None and added[0].dtype == compute else (None, None)
                 tensors = input.to(compute), self.weight, self.statistics, bias, left, right
                 output = _multiply_4bit(*tensors, self.scheme.quant_type, self.scheme.double, self.shape, False)
+            if added is not None and added[0].dtype != compute:
+                output = output + F.linear(*added)
         return output.to(autocast or input.dtype)
 
     def _multiply_8bit(self, input: Tensor, bias: Tensor | None, scheme: EightBit) -> Tensor:
@@ -156,9 +159,17 @@ def _(input: Tensor, *args: Any) -> Tensor:
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # As attributes: a recomputation ends with the last tensor that is saved, so the last product is not repeated.
     _, ctx.weight, ctx.statistics, _, ctx.left, ctx.right, *ctx.options, _ = inputs
+    # Of attributes torch does not notice that they have changed.
+    ctx.versions = None if ctx.left is None or torch.compiler.is_compiling() else _versions(ctx)
+
+
+def _versions(ctx: Any) -> tuple[int, int]:
+    return version_of(ctx.left), version_of(ctx.right)
 
 
 def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
+    if ctx.versions is not None and ctx.versions != _versions(ctx):
+        raise RuntimeError("a matrix of an adapter has been modified by an inplace operation since the forward")
     for_input = for_bias = for_left = for_right = None
     if ctx.needs_input_grad[0]:
         for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, None, None, *ctx.options, True)

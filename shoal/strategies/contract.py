@@ -482,7 +482,7 @@ class DistributedStrategy(ABC):
             blocks = [model.get_submodule(name) for name in engaged.checkpointed_modules]
             engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
         if engaged.compiled:
-            engaged.compiled.compile(tune=engaged.float8_layers > 0)
+            engaged.compiled.compile()
 
     def _own_state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint holds besides the model's tensors: the loss scale, and modules' extra state."""

@@ -26,13 +26,9 @@ class CompiledModules:
         for module in self.modules:
             add_layer(module, layer)
 
-    def compile(self, tune: bool = False) -> None:
-        """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside.
-
-        With `tune`, torch also tries more tiles for the kernels that it writes itself. In fp8 those that cast and
-        transpose take a tenth of a step, and the one tile that torch takes otherwise is not the best.
-        """
-        compile_forwards(self.modules, {"max_autotune_pointwise": True} if tune else None)
+    def compile(self) -> None:
+        """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside."""
+        compile_forwards(self.modules)
 
     def _count_eager_calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

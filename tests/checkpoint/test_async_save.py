@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -88,10 +90,11 @@ def test_memory_that_was_reserved_is_what_the_first_save_copies_into(tmp_path: P
     assert torch.equal(open_checkpoint(tmp_path / "2").read().model["cut"], torch.ones(9))
 
 
-def test_memory_that_cannot_be_reserved_fails_the_save_and_not_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("state", [sharded_state(), TrainState({"other": torch.ones(3)}, {})])
+def test_memory_that_could_not_be_reserved_is_allocated_by_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: TrainState
 ) -> None:
-    saver, empty = Saver(background=True), torch.empty
+    saver = Saver(background=True)
 
     def no_memory(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no memory left")
@@ -101,12 +104,27 @@ def test_memory_that_cannot_be_reserved_fails_the_save_and_not_the_next(
         saver.reserve(sharded_state())
         assert saver._allocating is not None
         saver._allocating.join()
-    assert torch.empty is empty
-    with pytest.raises(MemoryError, match="no memory left"):
-        saver.save(tmp_path / "1", sharded_state(), {"step": 1}, {})
-    saver.save(tmp_path / "2", sharded_state(), {"step": 2}, {})
+        with pytest.raises(MemoryError, match="no memory left"):
+            saver.save(tmp_path / "1", state, {"step": 1}, {})
+    saver.save(tmp_path / "2", state, {"step": 2}, {})
     saver.wait()
-    assert torch.equal(open_checkpoint(tmp_path / "2").read().model["cut"], sharded_state().model["cut"])
+    for name, tensor in state.model.items():
+        assert torch.equal(open_checkpoint(tmp_path / "2").read().model[name], tensor)
+
+
+ALLOCATING = """
+import torch
+from shoal.checkpoint.async_save import Saver
+from shoal.types import TrainState
+
+Saver(background=True).reserve(TrainState({str(i): torch.ones(2000) for i in range(4000)}, {}))
+raise SystemExit(2)
+"""
+
+
+def test_a_program_that_fails_while_memory_is_reserved_ends_as_it_would() -> None:
+    """Python ends a daemon in the middle of torch's code, which aborts the process."""
+    assert subprocess.run([sys.executable, "-c", ALLOCATING], capture_output=True, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(

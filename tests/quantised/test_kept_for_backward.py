@@ -173,6 +173,43 @@ def test_the_operator_is_registered_as_torch_wants() -> None:
         torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *added, *options))
 
 
+@pytest.mark.parametrize("alpha", [4, 12])
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+def test_an_adapter_that_a_4_bit_layer_cannot_add_is_added_beside_it(alpha: int, compute: str | None) -> None:
+    """The bias of B is scaled and trained, and an adapter keeps its dtype if the matrix is multiplied in another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=False).requires_grad_(False))
+    quantise_layers(model, FourBit(double=True, compute=compute), (), "model.load_in_4bit")
+    bias = compute is None
+    lora = {"r": 4, "lora_alpha": alpha, "lora_dropout": 0.5, "init_lora_weights": False, "lora_bias": bias}
+    add_adapters(model, LoraConfig(**lora, target_modules=["0"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 3 if bias else 2
+    x, results = torch.randn(5, 64), []
+    for fused in (False, True):
+        if fused:
+            apply_kernels(model.train(), "fused", torch.device("cpu"))
+            turn_off_dropout(model)
+        else:
+            model.eval()
+        y = model(x)
+        results.append([y, *torch.autograd.grad(y, trained, 1e-8 * torch.ones_like(y))])
+    for plain, fused_one in zip(*results, strict=True):
+        assert (plain - fused_one).norm() <= 1e-5 * plain.norm()
+
+
+def test_a_matrix_that_changes_between_forward_and_backward_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(64, 48, bias=False).requires_grad_(False))
+    quantise_layers(model, FourBit(), (), "model.load_in_4bit")
+    add_adapters(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"]))
+    apply_kernels(model.train(), "fused", torch.device("cpu"))
+    y = model(torch.randn(5, 64)).sum()
+    with torch.no_grad():
+        model.get_parameter("0.lora_B.default.weight").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_4_bit_layer_adds_its_adapter_where_its_output_is(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """Values and gradients are those of a base and an adapter apart."""

@@ -82,8 +82,8 @@ class TritonHeads(torch.autograd.Function):
     ) -> Tensor:
         """`prepared` is what `prepare_shared` returned, or nothing."""
         values, dtypes = x.to(torch.bfloat16), [tensor.dtype for tensor in (x, encoder, encoder_v, decoder)]
-        prepared = prepared or prepare_shared(encoder, encoder_v, decoder.flatten(0, 1), cos, sin)
-        arranged, arranged_v, encoder, encoder_v, decoder, cos, sin = prepared
+        shared = prepared or prepare_shared(encoder, encoder_v, decoder.flatten(0, 1), cos, sin)
+        arranged, arranged_v, encoder, encoder_v, decoder, cos, sin = shared
         neurons, keys = encode(values, arranged, cos, sin)
         scores = earlier_scores(keys).tril(-1)
         attended = scores @ values
