@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
@@ -17,7 +18,7 @@ from shoal.config import run as config_run
 from shoal.config.from_python import ConfigLike, run_from_python
 from shoal.errors import UserError
 from shoal.launch.ends import log_path
-from shoal.launch.mistakes import with_hints
+from shoal.launch.mistakes import RecipeFailure, with_hints
 from shoal.launch.spawn import run_function
 from shoal.processes.detect import detect, is_worker
 from shoal.training.load import load
@@ -25,6 +26,7 @@ from shoal.training.loop import Outcome, Shell
 from shoal.training.own_loop import Evaluation, OwnRun
 from shoal.training.own_steps import Step
 from shoal.training.preflight import check_start
+from shoal.training.refused_start import StartTraces
 from shoal.training.signals import StopFlag
 from shoal.training.trainer import train as train_run
 
@@ -98,8 +100,14 @@ def train_in_processes(run: config_run.Run, train: Callable[..., Outcome], *args
     """Calls `train(run, *args)` in the processes that the config asks for, and returns the outcome of rank 0."""
     processes = run.config.launch.procs_per_node
     check_start(run, processes, processes, was_restarted=False)
-    with _signals_passed_on():
-        outcome: Outcome = run_function(_train_as_rank, (run, train, args), processes, "auto")[0]
+    traces = StartTraces(Path(run.config.output_dir))
+    try:
+        with _signals_passed_on():
+            outcome: Outcome = run_function(_train_as_rank, (run, train, args), processes, "auto")[0]
+    except UserError as error:
+        if not isinstance(error, RecipeFailure):  # its traceback is in the logs
+            traces.take_back()
+        raise
     loads_best = run.config.checkpoint.load_best_model_at_end and not outcome.stopped_by
     path = outcome.best_checkpoint if loads_best else outcome.last_checkpoint
     assert path is not None

@@ -346,7 +346,7 @@ class Fuzzer:
             lambda: commands.show(folder),
             lambda: commands.diff(folder, self.source),
             lambda: open_checkpoint(folder).read(),
-            lambda: weights_for_model(self.session.model, str(folder)),
+            lambda: weights_for_model(self.session.model, str(folder), self.base, allows_other_base=True),
             lambda: restore(self.run, self.session, CheckpointManager(output), self.base, lambda warning: None),
         ):
             try:

@@ -25,6 +25,7 @@ from shoal.checkpoint.pieces import dtype_in_files, write_safetensors
 from shoal.checkpoint.store import Checkpoint
 from shoal.checkpoint.trained_model import Source, compare, recipe_sections
 from shoal.errors import UserError, as_user_error, one_line
+from shoal.lora.peft_folder import digests_as_metadata
 from shoal.tensors import DTYPES
 
 _EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
@@ -118,7 +119,10 @@ def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
         if dtype_in_files(dtype) is None:
             raise UserError(f"--to safetensors cannot hold {name}, which is {dtype_name(dtype)}; use --to torch")
     on_meta = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
-    write_safetensors(path, on_meta, source.read)  # one tensor is in memory at a time
+    base = source.checkpoint.base
+    left_out = {name: tensor.source.sha256 for name, tensor in base.items() if name not in source.tensors}
+    metadata = digests_as_metadata(left_out) if left_out else None  # so that `init_from` recognises the base
+    write_safetensors(path, on_meta, source.read, metadata)  # one tensor is in memory at a time
     compare(source, load_file(path))
     aliases = ", ".join(f"{alias} is {name}" for alias, name in source.tied.items())
     return (f"tied tensors are stored once: {aliases}",) if aliases else ()

@@ -105,8 +105,13 @@ class BaseTensor(StoredTensor):
 
     def same_as(self, other: BaseTensor) -> bool:
         """Returns whether both are made in the same way from the same bytes in their files, by their digests."""
+        return self.has_same_files(other) and self.derivation == other.derivation
+
+    def has_same_files(self, other: BaseTensor) -> bool:
+        """Returns whether both are made from the same bytes in their files, by their digests; one of them may be
+        quantised."""
         mine, theirs = ([(p.sha256, p.dtype, p.region) for p in one.pieces] for one in (self, other))
-        return mine == theirs and self.derivation == other.derivation
+        return mine == theirs
 
     def read(self, region: Region | None = None) -> Tensor:
         if self.derivation is None:
@@ -284,15 +289,20 @@ class FrozenBase:
                 raise FrozenBaseAltered(
                     f"{run_tensors[name].source.path} is not the base that {checkpoint.folder} was trained on: "
                     f"{run_tensors[name].source.key} differs; put the file back, or start a new run from the adapter "
-                    "alone with checkpoint.init_from"
+                    "alone with checkpoint.init_from, and model.name in checkpoint.allow_changed"
                 )
         held = self.unchanged(model_state) if checkpoint.base else {}
         return {name: run_tensors.get(name, tensor) for name, tensor in checkpoint.base.items() if name not in held}
 
-    def contains(self, tensors: Mapping[str, BaseTensor]) -> bool:
-        """Returns whether the files of this run hold all of these tensors with the same values."""
-        run_tensors = self._find_in_files(tensors)
-        return all(name in run_tensors and run_tensors[name].same_as(tensor) for name, tensor in tensors.items())
+    def differing(self, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor | None]:
+        """Returns those of another base's tensors that the files of this run hold with other values, each as it is in
+        these files, or None if they do not hold it. Whether and how a base is quantised does not count."""
+        found = self._find_in_files(tensors)
+        return {
+            name: found.get(name)
+            for name, tensor in tensors.items()
+            if name not in found or not found[name].has_same_files(tensor)
+        }
 
     def _find_in_files(self, tensors: Mapping[str, BaseTensor]) -> dict[str, BaseTensor]:
         """Returns this run's tensors and those of `tensors` that its files hold; the latter are hashed only now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.folders import step_folders
-from shoal.checkpoint.frozen_base import BaseTensor, FrozenBase, base_files
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBase
+from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.latest import describe_differences, find_latest_checkpoint, named_checkpoint
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.pieces import READ_ERRORS
 from shoal.checkpoint.store import DamagedCheckpoint, open_checkpoint
 from shoal.errors import UserError, as_user_error, one_line
-from shoal.lora.peft_folder import check_adapter, is_adapter_folder, read_adapter
+from shoal.lora.peft_folder import (
+    CONFIG,
+    TENSORS,
+    check_adapter,
+    is_adapter_folder,
+    is_named,
+    read_adapter,
+    read_config,
+    read_digests,
+)
 from shoal.tensors import logical_shape, tensors_with_names
 from shoal.weights.from_files import weight_files
 
@@ -32,86 +43,131 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 """The keys under which other programs put the weights in a file that holds more than weights."""
 
 
+@dataclass(frozen=True)
+class StartWeights:
+    """The weights in a file or folder, and what it says about the model that they are for."""
+
+    tensors: Mapping[str, Any]
+    """By name in the model. Each is mapped, or a StoredTensor."""
+    base: Mapping[str, BaseTensor] = field(default_factory=dict)
+    """The frozen base of a checkpoint."""
+    base_name: str = ""
+    """The name of the base in PEFT's folder."""
+    base_digests: Mapping[str, str] = field(default_factory=dict)
+    """The sha256 of the base's tensors in their files, by name in the model, as far as they are known."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of the adapters, in PEFT's words."""
+    lora_source: str = CONFIG
+    """Where these settings are, for messages."""
+
+
 def weights_for_model(
     model: nn.Module,
     path: str,
     base: FrozenBase | None = None,
     warn: Callable[[str], None] = lambda warning: None,
     names_on_other_ranks: Collection[str] = (),
+    allows_other_base: bool = False,
 ) -> dict[str, Any]:
     """Returns the weights in `path` by name in the model; each is a mapped tensor, or a StoredTensor.
 
     Names and shapes must be those of the model. A tied tensor may have any of its names, or all of them with equal
-    values. Tensors of a frozen base may be missing: the model then keeps those that this run has read (`base`). All
-    ranks call it. `names_on_other_ranks` are tensors of other stages of a pipeline.
+    values. Tensors of a frozen base may be missing: the model then keeps those that this run has read (`base`), which
+    must be those that the adapter was trained on, unless `allows_other_base`. All ranks call it. `names_on_other_ranks`
+    are tensors of other stages of a pipeline.
     """
-    stored, base_tensors = open_weights(path)
-    if is_adapter_folder(folder := Path(path).expanduser()):
-        frozen = base.tensors if base else {}
-        digests = {name: tensor.source.sha256 for name, tensor in frozen.items()}
-        check_adapter(f"{KEY} = {path!r}", folder, model, digests, {t.source.path.parent for t in frozen.values()})
-    tensors: dict[str, Any] = {**stored, **base_tensors}
+    where, start = f"{KEY} = {path!r}", open_weights(path)
+    if other := _describe_other_base(start, base):
+        if not allows_other_base:
+            raise UserError(
+                f"{where}: {other}; set model.name to the adapter's base, or list model.name in "
+                "checkpoint.allow_changed to load the adapter all the same"
+            )
+        warn(f"{where}: {other}; it is loaded all the same, because checkpoint.allow_changed lists model.name")
+    if start.lora:
+        check_adapter(where, start.lora, start.lora_source, model)
     model_shapes: dict[str, list[int]] = {}
     stored_names: dict[str, list[str]] = {}
-    missing: dict[str, BaseTensor] = {}
     for tensor, names in tensors_with_names(model):
-        first, present = names[0], [name for name in names if name in tensors]
-        stored_names[first] = present
-        if base and first in base.tensors and not present:
-            missing[first] = base.tensors[first]
-        else:
-            model_shapes |= {name: [*logical_shape(tensor)] for name in present or [first]}
+        present = [name for name in names if name in start.tensors]
+        stored_names[names[0]] = present
+        is_in_base = (base and names[0] in base.tensors) or any(name in start.base for name in names)
+        if present or not is_in_base:
+            model_shapes |= {name: [*logical_shape(tensor)] for name in present or names[:1]}
     stored_shapes = {
         name: [*value.shape]
-        for name, value in tensors.items()
+        for name, value in start.tensors.items()
         if name in model_shapes or name not in names_on_other_ranks
     }
     if differences := describe_differences(stored_shapes, model_shapes):
         raise UserError(
-            f"{KEY} = {path!r} has the weights of another model: {differences}; give weights of the model in this "
-            "config"
+            f"{where} has the weights of another model: {differences}; give weights of the model in this config"
         )
     for first, *others in filter(None, stored_names.values()):
         for name in others:
-            if not torch.equal(_read(tensors[name]), _read(tensors[first])):
+            if not torch.equal(_read(start.tensors[name]), _read(start.tensors[first])):
                 raise UserError(
-                    f"{KEY} = {path!r}: {first} and {name} are tied in this model, but have different values in the "
-                    "file; untie them in the model, or remove one from the file"
+                    f"{where}: {first} and {name} are tied in this model, but have different values in the file; untie "
+                    "them in the model, or remove one from the file"
                 )
-    if base_tensors and not (base and base.contains(base_tensors)):
-        warn(
-            f"{KEY} = {path!r} is an adapter for frozen weights in {', '.join(base_files(base_tensors))}, which this "
-            f"run does not have: only the adapter is loaded, and {len(base_tensors)} tensors keep their values"
-        )
-    elif missing:
-        files = ", ".join(base_files(missing))
-        warn(f"{KEY} = {path!r} is only an adapter: {len(missing)} frozen tensors keep their values from {files}")
-    return {name: stored[names[0]] for name, names in stored_names.items() if names and names[0] in stored}
+    return {name: start.tensors[names[0]] for name, names in stored_names.items() if names}
 
 
-def open_weights(path: str) -> tuple[Mapping[str, Any], Mapping[str, BaseTensor]]:
-    """Returns the tensors in `path` by name, mapped or as StoredTensors, and the frozen base of a checkpoint."""
-    place = named_checkpoint(Path(path).expanduser())
+def _describe_other_base(start: StartWeights, base: FrozenBase | None) -> str:
+    """Returns how the base that an adapter was trained on differs from this run's; an empty string if it does not, as
+    far as is known. Tensors are compared by their digests, wherever their files are. All ranks call it."""
+    run_tensors = base.tensors if base else {}
+    folders = sorted({tensor.source.path.parent for tensor in run_tensors.values()})
+    differing: Mapping[str, BaseTensor | None]
+    if start.base:
+        differing = base.differing(start.base) if base else dict.fromkeys(start.base)
+    else:
+        known = {name: run_tensors[name] for name in start.base_digests if name in run_tensors}
+        differing = {name: one for name, one in known.items() if one.source.sha256 != start.base_digests[name]}
+    trained_on, run_base, why = start.base_name, ", ".join(map(str, folders)) or "not read from files", ""
+    if differing:
+        name, tensor = min(differing.items())
+        trained_on = str(start.base[name].source.path) if start.base else trained_on
+        if tensor is not None:
+            run_base = str(tensor.source.path)
+            why = f": {name} differs (sha256 {start.base_digests[name]:.12} and {tensor.source.sha256:.12})"
+        elif run_tensors:
+            why = f", without {name}"
+    elif start.base_digests or not start.base_name or not folders or any(is_named(start.base_name, f) for f in folders):
+        return ""
+    named = f"the base {trained_on!r}" if trained_on else "another base"
+    return f"the adapter was trained on {named}, and this run's base is {run_base}{why}"
+
+
+def open_weights(path: str) -> StartWeights:
+    """Opens the weights in `path`. Raises UserError if there are none, or if they are damaged."""
+    where, place = f"{KEY} = {path!r}", named_checkpoint(Path(path).expanduser())
     if not place.exists():
-        raise UserError(f"{KEY} = {path!r}: no such file or folder")
+        raise UserError(f"{where}: no such file or folder")
     if step_folders(place):
         latest = find_latest_checkpoint(place)
         if latest is None:
-            raise UserError(f"{KEY} = {path!r}: all its checkpoints are damaged; give another run or file")
+            raise UserError(f"{where}: all its checkpoints are damaged; give another run or file")
         place = latest
     if (place / MANIFEST).exists():
-        with as_user_error(f"{KEY} = {path!r} is a damaged checkpoint", DamagedCheckpoint):
+        with as_user_error(f"{where} is a damaged checkpoint", DamagedCheckpoint):
             checkpoint = open_checkpoint(place)
-            return checkpoint.stored_state().model, checkpoint.base
+            digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
+            lora = as_dict(as_dict(checkpoint.manifest.get("config")).get("lora"))
+            return StartWeights(checkpoint.stored_state().model, checkpoint.base, "", digests, lora, "config")
     if is_adapter_folder(place):
-        return read_adapter(place), {}
+        config = read_config(where, place)
+        name, digests = str(config.get("base_model_name_or_path") or ""), read_digests(where, place / TENSORS)
+        return StartWeights(read_adapter(place), {}, name, digests, config)
     files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
     if not files:
         raise UserError(
             f"{KEY} = {str(place)!r} is not a checkpoint and has no model.safetensors and no adapter; give the "
             "weight file itself"
         )
-    return {name: tensor for file in files for name, tensor in _read_file(file).items()}, {}
+    tensors = {name: tensor for file in files for name, tensor in _read_file(file).items()}
+    is_export = len(files) == 1 and files[0].suffix == ".safetensors"
+    return StartWeights(tensors, base_digests=read_digests(where, files[0]) if is_export else {})
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

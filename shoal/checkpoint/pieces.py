@@ -41,16 +41,20 @@ class DamagedCheckpoint(UserError):
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Writes tensors from any device one after another, and flushes the file to the disk.
 
-    With `read`, `tensors` may be on the meta device: their values are then read one at a time. Returns the file's
-    entry for the manifest (its size and the digest of its header), and the digest of each tensor.
+    With `read`, `tensors` may be on the meta device: their values are then read one at a time. `metadata` goes into the
+    header. Returns the file's entry for the manifest (its size and the digest of its header), and the digest of each
+    tensor.
     """
     # The widest dtypes come first, so that every tensor is aligned in the file.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-    header, read = _header(tensors), read or tensors.__getitem__
+    header, read = _header(tensors, metadata), read or tensors.__getitem__
     try:
         with FileIO(path, "w") as file:
             _write(file, header)
@@ -62,9 +66,9 @@ def write_safetensors(
     return {"bytes": num_bytes, "header": hashlib.sha256(header).hexdigest()}, digests
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
     """Returns the header of a safetensors file: eight bytes of length, then JSON, padded with spaces."""
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes

@@ -328,9 +328,10 @@ class CheckpointConfig(Section):
     itself, and `RUN/last` and `RUN/best` of another run, here and in `init_from`."""
     init_from: str | None = None
     """Load only weights from here when a new run starts: from a checkpoint of any layout, a `.safetensors` file, a
-    folder that transformers saved, or a torch state dict."""
+    folder that transformers or PEFT saved, or a torch state dict. An adapter for another base is refused."""
     allow_changed: list[str] = []  # noqa: RUF012, pydantic copies it
-    """Keys that may differ from those of the checkpoint on resume, such as `dataset.files`."""
+    """Keys that may differ from those of the checkpoint on resume, such as `dataset.files`. With `model.name`,
+    `init_from` also loads an adapter that was trained on another base."""
 
     def contradictions(self) -> Sequence[tuple[bool, str]]:
         return (

@@ -9,6 +9,9 @@ from shoal.config import Run
 FINAL_EXIT_CODE = "final exit code"
 """The key of the board under which a worker puts the exit code of a run that would fail again if restarted."""
 
+REFUSED = "refused"
+"""The key of the board that a worker sets if the first error of a run is a refusal: its run folder is taken back."""
+
 
 def log_path(run: Run, rank: int) -> Path:
     """Returns the log file of a rank in the run folder."""

@@ -12,7 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from shoal.config import Run
 from shoal.errors import UserError, printable
 from shoal.launch.cards import card_of
-from shoal.launch.ends import FINAL_EXIT_CODE, log_path
+from shoal.launch.ends import FINAL_EXIT_CODE, REFUSED, log_path
 from shoal.launch.guard import guarded_workers
 from shoal.launch.peers import SILENCE_SECONDS, Peers, Status
 from shoal.launch.workers import Workers, worker_command
@@ -29,6 +31,7 @@ from shoal.processes.board import HANG_REPORT, REMINDER_SECONDS, connect_to_boar
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, describe_exit
 from shoal.processes.watchdog import kill_local_processes
 from shoal.processes.world import World
+from shoal.training.refused_start import StartTraces
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """A worker that gets one of these signals saves and exits with 128 + its number. It is not restarted."""
@@ -53,13 +56,17 @@ def start(run: Run, world: World, arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.starts)))
     grace_seconds = float(os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))  # to save large models
     with guarded_workers(grace_seconds), _Signals() as signals:
+        traces = StartTraces(Path(run.config.output_dir))
         launcher = _Launcher(run, world, board, arguments, signals, grace_seconds)
         try:
-            return launcher.lead() if world.rank == 0 else launcher.follow()
+            code = launcher.lead() if world.rank == 0 else launcher.follow()
         except _Ended as ended:
-            return ended.exit_code
+            code = ended.exit_code
         finally:
             launcher.peers.leave()
+    if launcher.was_refused:  # workers that were stopped have left their logs
+        traces.take_back()
+    return code
 
 
 class _Ended(Exception):
@@ -107,6 +114,8 @@ class _Launcher:
         self.is_elastic = run.config.launch.is_elastic
         self.silence_seconds = min(SILENCE_SECONDS, run.config.distributed.timeout)
         self.peers = Peers(board, self.node, self.nodes, self.silence_seconds, world.hosts)
+        self.was_refused = False
+        """True if workers have refused the run in their first attempt."""
         if self.nodes > 1:
             try:
                 self.peers.join(card_of(run))
@@ -296,6 +305,8 @@ class _Launcher:
                     # Workers do this for other workers of their machine, but on a machine on which all are silent.
                     kill_local_processes(json.loads(self.peers.report)["silent"])
                 self._pause(may_end=False)
+        with suppress(dist.DistError):  # node 0 may have ended
+            self.was_refused = attempt == 0 and self.board.check([REFUSED])
         codes = {str(rank): code for rank, code in workers.failed.items()}
         self.peers.post(phase="ended", attempt=attempt, exit_codes=codes, succeeded=workers.succeeded)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -20,11 +20,12 @@ from shoal.checkpoint import step_folders
 from shoal.config import Run
 from shoal.errors import UserError, one_line, printable
 from shoal.launch.cards import card_of, check_equal
-from shoal.launch.ends import FINAL_EXIT_CODE, log_path
+from shoal.launch.ends import FINAL_EXIT_CODE, REFUSED, log_path
 from shoal.launch.mistakes import RecipeFailure, harmless
 from shoal.processes.board import REMINDER_SECONDS, board_section, connect_to_board
 from shoal.processes.group import LOST_PEERS_EXIT_CODE, is_lost_peer_error
 from shoal.processes.world import World
+from shoal.training.refused_start import StartTraces
 
 
 @contextmanager
@@ -36,6 +37,7 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
     are made, so that a run that it refuses leaves no folder.
     """
     _exit_with_launcher(world)
+    traces = StartTraces(Path(run.config.output_dir))
     terminal, init_timeout = os.dup(2), run.config.distributed.init_timeout
 
     def remind(line: str) -> None:
@@ -53,8 +55,13 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
             if world.rank > 0:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
+            if board.check([REFUSED]):  # before this log was made; otherwise the rank that was refused removes it
+                raise UserError("another rank was refused")
             yield terminal
             _exit_after_rank_0(world)
+    except SystemExit:  # a signal before the first step: launchers stop all ranks once one has failed
+        _take_back_if_refused(board, traces)
+        raise
     except Exception as error:
         is_user_error = isinstance(error, UserError | PermissionError)
         hide_traceback = is_user_error and "--debug" not in sys.argv
@@ -62,18 +69,31 @@ def as_worker(run: Run, world: World, check: Callable[[], None] = lambda: None) 
         with suppress(OSError), path.open("a") as file:
             file.write(_format_traceback() if isinstance(error, RecipeFailure) else text)
         if is_lost_peer_error(error):
+            _take_back_if_refused(board, traces)
             os._exit(LOST_PEERS_EXIT_CODE)
-        code = 2 if is_user_error else 1
+        code, is_certain = 2 if is_user_error else 1, is_user_error and not isinstance(error, RecipeFailure)
         if board.add(f"errors of {world.attempt_name}", 1) == 1:
             if isinstance(error, RecipeFailure) and hide_traceback:
                 line = f"rank {world.rank}: {one_line(error, limit=10_000)}; traceback in {printable(str(path))}"
                 text = f"shoal: error: {line}\n"
             os.write(terminal, (text if is_user_error else f"shoal: rank {world.rank} failed\n{text}").encode())
-            is_certain = is_user_error and not isinstance(error, RecipeFailure)
+            if is_certain:
+                board.set(REFUSED, "")
             if is_certain or step_folders(output_dir) == saved_before:
                 board.set(FINAL_EXIT_CODE, str(code))
+        _take_back_if_refused(board, traces)
         sys.stdout.flush()
         os._exit(code)
+
+
+def _take_back_if_refused(board: Any, traces: StartTraces) -> None:
+    """Removes what the start has made if the error that the user was shown is a refusal, of this rank or another.
+
+    Each rank does it: they end one after another, and another launcher than shoal's does not clean up after them.
+    """
+    with suppress(dist.DistError):  # the process that kept the board may be gone
+        if board.check([REFUSED]):
+            traces.take_back()
 
 
 def call_the_roll(run: Run, world: World, remind: Callable[[str], None]) -> None:

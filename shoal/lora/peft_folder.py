@@ -105,7 +105,7 @@ def write_adapter(
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / TENSORS, {"format": "pt", _DIGESTS: json.dumps(base_digests, sort_keys=True)})
+    save_file(contiguous, folder / TENSORS, {"format": "pt", **digests_as_metadata(base_digests)})
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
@@ -114,52 +114,61 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return {name_in_model(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
 
 
-def check_adapter(
-    where: str, folder: Path, model: nn.Module, base_digests: Mapping[str, str], base_folders: set[Path]
-) -> None:
-    """Raises UserError if an adapter is for another base than this model's, or is scaled otherwise.
-
-    `base_digests` are those of the model's frozen tensors, by name; `base_folders` are where these were read.
-    """
-    found = scalings(model)
-    # The files are not trusted: what they say may be of any type.
-    with as_user_error(f"{where}: it is damaged", OSError, ValueError, LookupError, TypeError, AttributeError):
+def read_config(where: str, folder: Path) -> dict[str, Any]:
+    """Returns the content of adapter_config.json. Raises UserError unless it is that of a LoRA."""
+    with as_user_error(f"{where}: it is damaged", OSError, ValueError, TypeError):
         config = dict(json.loads(read_json_text(folder / CONFIG, follow_links=True)))
-        digests = dict(json.loads((open_safetensors(folder / TENSORS).metadata() or {}).get(_DIGESTS, "{}")))
-        base = str(config.get("base_model_name_or_path") or "")
-        expected = {name: scale_by_pattern(config, name) for name in found}
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: it holds an adapter of kind {config.get('peft_type')!r:.100}; give a LoRA")
-    differing = [name for name, digest in digests.items() if base_digests.get(name, digest) != digest]
-    if differing or (not digests and base and base_folders and not any(_is_named(base, f) for f in base_folders)):
-        why = f": {min(differing)} differs" if differing else ""
-        raise UserError(
-            f"{where}: the adapter was trained on the base {base!r}, and this run's base is "
-            f"{', '.join(map(str, sorted(base_folders)))}{why}; set model.name to the adapter's base"
-        )
+    return config
+
+
+def digests_as_metadata(base_digests: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of a safetensors file with an adapter: the digests of its base by name in the model."""
+    return {_DIGESTS: json.dumps(base_digests, sort_keys=True)}
+
+
+def read_digests(where: str, file: Path) -> dict[str, str]:
+    """Returns the digests that `digests_as_metadata` has put into a safetensors file, if any."""
+    with as_user_error(f"{where}: it is damaged", OSError, ValueError, TypeError, AttributeError):
+        digests = dict(json.loads((open_safetensors(file).metadata() or {}).get(_DIGESTS, "{}")))
+    return {name: str(digest) for name, digest in digests.items()}
+
+
+def check_adapter(where: str, config: Mapping[str, Any], source: str, model: nn.Module) -> None:
+    """Raises UserError if an adapter is scaled otherwise than the model's, or has the rows of other tokens.
+
+    `config` has the keys of PEFT's LoraConfig. It is not trusted: a value may be of any type. `source` says where they
+    are, for messages.
+    """
+    found = scalings(model)
+    with as_user_error(f"{where}: it is damaged", ValueError, LookupError, TypeError, AttributeError):
+        expected = {name: scale_by_pattern(config, name) for name in found}
     for name, scaling in expected.items():
         if abs(scaling - found[name]) > 1e-6 * abs(scaling):
             raise UserError(
                 f"{where}: its adapter of {name} is scaled by {scaling:g}, and lora: says {found[name]:g}; set "
                 f"lora.r = {config.get('r')}, lora.lora_alpha = {config.get('lora_alpha')} and the patterns as in its "
-                f"{CONFIG}"
+                f"{source}"
             )
-    _check_tokens(where, config.get("trainable_token_indices"), token_indices(model))
+    _check_tokens(where, config.get("trainable_token_indices"), source, token_indices(model))
 
 
-def _check_tokens(where: str, stored: Any, trained: Mapping[str, list[int]]) -> None:
+def _check_tokens(where: str, stored: Any, source: str, trained: Mapping[str, list[int]]) -> None:
     """Raises UserError if an adapter has the rows of other tokens than this run trains."""
+    if stored == "added":  # the new tokens, in the config of a run; others have another number of rows
+        return
     by_name = stored if isinstance(stored, dict) else {"": stored} if stored else {}
     for name, tokens in trained.items():
         found = [numbers for end, numbers in by_name.items() if not end or name == end or name.endswith(f".{end}")]
         if tokens not in found:
             raise UserError(
                 f"{where}: it has the rows of the tokens {found[0] if found else []!r:.100}, and this run trains "
-                f"{tokens!r:.100} of {name}; set lora.trainable_token_indices as in its {CONFIG}"
+                f"{tokens!r:.100} of {name}; set lora.trainable_token_indices as in its {source}"
             )
 
 
-def _is_named(base: str, folder: Path) -> bool:
+def is_named(base: str, folder: Path) -> bool:
     """Returns whether a folder with weights is what an adapter calls its base: the same path, the same last name, or
     the cache of that repository."""
     path = Path(base).expanduser()

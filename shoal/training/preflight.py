@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from shoal.config.layout import check_layout
 from shoal.errors import UserError, as_user_error
 from shoal.processes.environments import SPAWNED, Plain
 from shoal.processes.world import World
+from shoal.training.refused_start import StartTraces
 
 if TYPE_CHECKING:
     from shoal.strategies import DistributedStrategy
@@ -81,15 +82,15 @@ def check_world(run: Run, world: World) -> None:
 def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock]:
     """Makes the folder, holds it against other runs, and writes the config of a run that has no checkpoints yet.
 
-    A run that is refused before it has written anything else leaves no config, nor the folder if it has made it.
+    A run that is refused before its first step leaves nothing that it has made.
     """
     folder = Path(run.config.output_dir)
-    is_new, had_config = not folder.exists(), (folder / "config.yaml").exists()
-    refused = False
+    traces, refused = StartTraces(folder), False
     run_lock = RunLock(folder, strategy.world.job, strategy.world.attempt)
     try:
         try:
-            (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
+            if strategy.world.local_rank == 0:  # others would make it again after a refusal
+                (folder / "logs" if strategy.world_size > 1 else folder).mkdir(parents=True, exist_ok=True)
             if strategy.is_main_process:
                 run_lock.acquire()
                 if not step_folders(folder):
@@ -102,17 +103,8 @@ def open_run_folder(run: Run, strategy: DistributedStrategy) -> Iterator[RunLock
         raise
     finally:
         run_lock.release()
-        if refused and strategy.is_main_process and not had_config:
-            _take_back(folder, is_new)
-
-
-def _take_back(folder: Path, is_new: bool) -> None:
-    """Removes the config from a run folder that has nothing else but logs, and the folder if it is then empty."""
-    with suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {"config.yaml", "logs"}:
-            (folder / "config.yaml").unlink(missing_ok=True)
-            if is_new:
-                folder.rmdir()
+        if refused and strategy.is_main_process:
+            traces.take_back()
 
 
 def update_config(run: Run, strategy: DistributedStrategy) -> None:

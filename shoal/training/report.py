@@ -386,7 +386,9 @@ class Report:
         }
         origin, key = origins[weights.kind], "experiment.seed"
         if source := self.shell.checkpoints.progress.weights_from:
-            origin, key = f"from {source}", "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
+            frozen = f", frozen ones {origin}" if self.shell.checkpoints.progress.is_adapter else ""
+            key = "checkpoint.resume" if self.shell.first_step else "checkpoint.init_from"
+            origin = f"from {source}{frozen}"
         held = "this process held the whole model once" if weights.kind == "built" else ""
         return "weights", "; ".join(filter(None, (origin, held, weights.reason))), (key,)
 

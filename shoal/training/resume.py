@@ -25,6 +25,7 @@ from shoal.data import BatchSchedule
 from shoal.errors import UserError
 from shoal.parallel.sharding.trial import builder_of
 from shoal.strategies import DistributedStrategy
+from shoal.tensors import tensors_with_names
 from shoal.training.hooks import HookState
 from shoal.training.metric_sums import SinceLog
 from shoal.training.optimizers import build_optimizer, is_by_recipe, kept_slots
@@ -57,6 +58,8 @@ class Progress:
     started_from: str = "scratch"
     weights_from: str | None = None
     """The checkpoint that the run resumes from, or `init_from`."""
+    is_adapter: bool = False
+    """True if `init_from` has an adapter alone, so that frozen weights stay as they were read."""
     schedule: Mapping[str, Any] | None = None
     """What a schedule that follows evaluations had noted."""
     logged: Any = None
@@ -146,9 +149,11 @@ def restore(
             f"move {'it' if len(damages) == 1 else 'them'} away, or choose another experiment.output_dir or "
             "checkpoint.resume"
         )
-    if path := run.config.checkpoint.init_from:
-        _take_weights(path, session, base, warn)
-    return Progress(BatchSchedule(derive_batches(run.config.training, strategy.data_size)), weights_from=path)
+    path, is_adapter = run.config.checkpoint.init_from, False
+    if path:
+        is_adapter = _take_weights(path, session, base, warn, is_allowed("model.name", allowed))
+    batches = BatchSchedule(derive_batches(run.config.training, strategy.data_size))
+    return Progress(batches, weights_from=path, is_adapter=is_adapter)
 
 
 def state_for(
@@ -166,11 +171,18 @@ def load_checkpoint(session: Session, checkpoint: Checkpoint, state: TrainState,
     session.load_state(state)
 
 
-def _take_weights(path: str, session: Session, base: FrozenBase, warn: Callable[[str], None]) -> None:
-    """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew."""
+def _take_weights(
+    path: str, session: Session, base: FrozenBase, warn: Callable[[str], None], allows_other_base: bool
+) -> bool:
+    """Gives each rank its part of the weights in `path`; the optimizer and the position begin anew.
+
+    Returns whether `path` has an adapter alone.
+    """
     try:
-        weights = weights_for_model(session.model, path, base, warn, session.strategy.held().keys())
+        held = session.strategy.held().keys()
+        weights = weights_for_model(session.model, path, base, warn, held, allows_other_base)
         session.load_state(TrainState(weights, {}))
+        return any(names[0] not in weights for _, names in tensors_with_names(session.model))
     except DamagedCheckpoint as error:
         raise UserError(f"checkpoint.init_from = {path!r} is a damaged checkpoint: {error}") from None
 

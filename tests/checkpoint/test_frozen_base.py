@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -419,9 +420,7 @@ def warnings_of_new_run(run: AdapterRun, capsys: pytest.CaptureFixture[str], *ke
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
-def test_init_from_loads_the_adapter_without_its_base_and_warns(
-    run: AdapterRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_from_refuses_an_adapter_for_another_base(run: AdapterRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.train()
     expected, first = run.checkpoint().read().model, f"checkpoint.init_from={run.step()}"
     moved = run.base.rename(run.folder / "moved.safetensors")
@@ -432,18 +431,22 @@ def test_init_from_loads_the_adapter_without_its_base_and_warns(
 
     other = {name: tensor + 1 for name, tensor in load_file(moved).items()}
     save_file(other, run.folder / "other.safetensors")
-    (warning,) = warnings_of_new_run(run, capsys, first, run.files(run.folder / "other.safetensors", run.start))
-    assert (
-        f"{str(run.step())!r} is an adapter for frozen weights in {run.base}, which this run does not have" in warning
-    )
-    assert "only the adapter is loaded, and 6 tensors keep their values" in warning
+    others = run.files(run.folder / "other.safetensors", run.start)
+    refusal = rf"the adapter was trained on the base '{run.base}', and this run's base is .*/other.safetensors: blocks.0.base.bias differs \(sha256 \w{{12}} and \w{{12}}\)"  # noqa: E501
+    with pytest.raises(UserError, match=rf"{refusal}; set model.name .*, or list model.name in checkpoint.allow_chang"):
+        warnings_of_new_run(run, capsys, first, others)
+    assert not (run.folder / "next").exists()
+    allowed = "checkpoint.allow_changed=[model.name]"
+    (warning,) = warnings_of_new_run(run, capsys, first, others, allowed)
+    assert re.search(rf"{refusal}; it is loaded all the same, because checkpoint.allow_changed lists", warning)
     taken = open_checkpoint(next_step)
     assert taken.base.keys() == FROZEN
     for name, tensor in taken.read().model.items():
         assert torch.equal(tensor, other[name].float() if name in FROZEN else expected[name]), name
 
-    (warning,) = warnings_of_new_run(run, capsys, first, "model.files=[]")  # the model reads no files
-    assert f"frozen weights in {run.base}" in warning
+    with pytest.raises(UserError, match=r"and this run's base is not read from files; set model.name"):
+        warnings_of_new_run(run, capsys, first, "model.files=[]")
+    assert len(warnings_of_new_run(run, capsys, first, "model.files=[]", allowed)) == 1
     drawn = open_checkpoint(next_step)
     assert not drawn.base
     assert same({name: drawn.read().model[name] for name in TRAINED}, {name: expected[name] for name in TRAINED})
@@ -453,9 +456,15 @@ def test_init_from_loads_an_exported_adapter(run: AdapterRun, capsys: pytest.Cap
     run.train()
     expected, file = run.checkpoint().read().model, run.folder / "a.safetensors"
     export(run.step(), file, "safetensors", adapter_only=True)
-    (warning,) = warnings_of_new_run(run, capsys, f"checkpoint.init_from={file}")
-    assert warning.endswith(f"is only an adapter: 6 frozen tensors keep their values from {run.base}")
+    assert warnings_of_new_run(run, capsys, f"checkpoint.init_from={file}") == []
+    report = (run.folder / "next" / "report.txt").read_text()
+    assert re.search(rf"^weights +from {file}, frozen ones read from 2 files", report, re.M)
     assert same(run.checkpoint(1, run.folder / "next").read().model, expected)
+    flip(run.base, "embed.bias")
+    with pytest.raises(
+        UserError, match=r"trained on another base, and .*base.safetensors: embed.bias differs \(sha256"
+    ):
+        warnings_of_new_run(run, capsys, f"checkpoint.init_from={file}")
     with pytest.raises(
         UserError, match=r"blocks\.0\.base\.bias is absent in the file"
     ):  # without a frozen base the tensor is missing

@@ -139,6 +139,25 @@ def test_templates_by_name(name: str, tmp_path: Path) -> None:
     assert first.endswith(ends.get(name, "\0"))
 
 
+def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, ChatTokenizer]) -> None:
+    """The tokenizer must know the token that ends it; a blank may come before."""
+    for model in ("llama31", "qwen3", "gemma", "mistral"):
+        assert tokenizers[model].unended_answer is None
+
+    def after(model: str, template: str) -> str | None:
+        return load_chat_tokenizer(tokenizers[model].name, template).unended_answer
+
+    fitting = {"chatml": "qwen3", "llama3": "llama31", "gemma": "gemma", "mistral": "mistral", "alpaca": "qwen3"}
+    assert {name: after(fitting[name], name) for name in TEMPLATES} == dict.fromkeys(TEMPLATES)
+    turn = "{% for m in messages %}{{ m.role + ': ' + m.content + END }}{% endfor %}"
+    assert after("qwen3", turn.replace("END", "'\\n\\n'")) == "\n\n"
+    assert after("qwen3", turn.replace("END", "''")) == ""
+    assert after("qwen3", turn.replace("END", "' ' + eos_token")) is None
+    assert after("qwen3", "gemma") == "<end_of_turn>\n"
+    assert after("qwen3", "{{ raise_exception('no') }}") is None
+    assert load_chat_tokenizer("bytes").unended_answer is None  # without a template the end-of-text token follows
+
+
 ALPACA = {"instruction": QUESTION, "input": "", "output": ANSWER}
 SHAPES: dict[str, dict[str, Any]] = {
     "text": {"text": "Paris is the capital."},

@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from shoal.cli.main import train
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.launch import launcher
-from shoal.launch.ends import FINAL_EXIT_CODE
+from shoal.launch.ends import FINAL_EXIT_CODE, REFUSED, log_path
 from shoal.launch.launcher import worker_variables
 from shoal.processes.board import open_board
 from shoal.processes.detect import detect
@@ -219,6 +220,57 @@ def test_refused_under_torchrun_before_a_run_folder_is_made(toy: ToyRun) -> None
         run.wait()
     assert run.err.count("shoal: error: checkpoint.init_from = 'nowhere': no such file or folder") == 1
     assert not toy.output.exists()
+
+
+@pytest.mark.parametrize("left_by", ["a refusal", "an exception"])
+def test_a_launcher_takes_back_what_refused_workers_have_left(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, left_by: str
+) -> None:
+    def refuse(self: Any, attempt: int, members: list[int]) -> None:
+        for rank in (0, 1):
+            log_path(self.run, rank).parent.mkdir(parents=True, exist_ok=True)
+            log_path(self.run, rank).touch()
+        self.board.set(FINAL_EXIT_CODE, "2")
+        if left_by == "a refusal":
+            self.board.set(REFUSED, "")
+        run_workers(self, attempt, members)
+
+    run_workers = launcher._Launcher._run_workers
+    monkeypatch.setattr(launcher._Launcher, "_run_workers", refuse)
+    monkeypatch.setattr(launcher, "worker_command", lambda arguments: ["/bin/false"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("SHOAL_LAUNCHER", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):  # it sets them
+        monkeypatch.setenv(name, "1")
+    world = World(starts=2, address="127.0.0.1", port=free_port())
+    assert launcher.start(load_run(toy.config, [TWO]), world, []) == 2
+    assert toy.output.exists() == (left_by == "an exception")
+
+
+@pytest.mark.slow  # tests/faults/test_injection.py has one worker
+@pytest.mark.parametrize(
+    ("where", "command"),
+    [
+        ("prepare_data", ()),  # on rank 0 alone: the other one waits for it, and is stopped
+        ("build_model", ()),
+        ("build_model", ("torchrun",)),
+        ("build_model", ("distributed.strategy=ddp_spawn",)),
+    ],
+)
+def test_a_run_that_workers_refuse_leaves_nothing(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], where: str, command: tuple[str, ...]
+) -> None:
+    refusal = f"    def {where}(self):\n        from shoal.errors import UserError\n        raise UserError('no')\n\n"
+    change_recipe("    def inputs(", f"{refusal}    def inputs(")
+    place = f"experiment.output_dir={toy.folder}/runs/deep/one"
+    before = sorted(toy.folder.iterdir())
+    command = (
+        (*torchrun(), "--nproc-per-node=2", "-m", "shoal", "train", "run.yaml") if "torchrun" in command else command
+    )
+    with Launched(toy, *command, TWO, place, PYTHONDONTWRITEBYTECODE="1") as run:
+        assert run.wait() in (1, 2), run.err  # 1 is that of torchrun
+        assert run.nothing_left()
+    assert run.err.count("shoal: error: no\n") == 1
+    assert sorted(toy.folder.iterdir()) == before
 
 
 @pytest.mark.slow  # an exception, below, comes the same way

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,17 @@ def adapter(root: Path, step_dir: Path) -> Path:
     return root / "adapter"
 
 
-def test_an_adapter_goes_to_peft_and_back(root: Path, base: Path, step_dir: Path, adapter: Path) -> None:
+def test_an_adapter_goes_to_peft_and_back(
+    root: Path, base: Path, step_dir: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     peft = pytest.importorskip("peft")
     opened = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
     torch.testing.assert_close(logits(opened), logits(shoal.load(step_dir)), rtol=1e-5, atol=1e-5)
     lora = {**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}
     tree = tree_for(root, base, lora, out="again", max_steps=1, learning_rate=1e-9)
     train(check_run({**tree, "checkpoint": {"init_from": str(adapter)}}))
+    assert "warning" not in capsys.readouterr().out
+    assert f"from {adapter}, frozen ones read from 1 file" in (root / "again" / "report.txt").read_text()
     again = shoal.load(root / "again")
     torch.testing.assert_close(logits(again), logits(opened), rtol=1e-4, atol=1e-5)
 
@@ -143,7 +148,8 @@ def test_adapters_are_merged_for_transformers(root: Path, step_dir: Path) -> Non
     [
         (
             "base",
-            "the adapter was trained on the base .*base', and this run's base is .*other: .* differs; set model.name",
+            "the adapter was trained on the base .*base', and this run's base is .*/other/model.safetensors: "
+            r"model.embed_tokens.weight differs \(sha256 \w+ and \w+\); set model.name",
         ),
         (
             "name",
@@ -175,6 +181,37 @@ def test_an_adapter_that_does_not_fit_is_refused(
     tree = tree_for(root, base, lora, out="refused", max_steps=1)
     with pytest.raises(UserError, match=words):
         train(check_run({**tree, "checkpoint": {"init_from": str(folder)}}))
+
+
+def test_a_checkpoint_with_an_adapter_is_for_its_base_alone(
+    tmp_path: Path, root: Path, base: Path, step_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its base is recognised in another folder, and whether it is quantised or not."""
+
+    def start(base: Path, **sections: Any) -> None:
+        lora = {**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}
+        tree = tree_for(root, base, lora, max_steps=1, learning_rate=1e-9)
+        tree |= {"checkpoint": {"init_from": str(step_dir)}, "experiment": {"output_dir": str(tmp_path / "next")}}
+        train(check_run({**tree, **{name: {**tree[name], **section} for name, section in sections.items()}}))
+
+    moved, other = shutil.copytree(base, tmp_path / "moved"), save_base(tmp_path / "other", seed=5)
+    start(moved)
+    assert "warning" not in capsys.readouterr().out
+    torch.testing.assert_close(logits(shoal.load(tmp_path / "next")), logits(shoal.load(step_dir)))
+    shutil.rmtree(tmp_path / "next")
+    for words, where, sections in (
+        (
+            f"on the base '{base}/model.safetensors', and this run's base is {other}/model.safetensors: .*; set",
+            other,
+            {},
+        ),
+        ("q_proj is scaled by 2, and lora: says 4; set .* as in its config", base, {"lora": {"alpha": 16}}),
+    ):
+        with pytest.raises(UserError, match=words):
+            start(where, **sections)
+        assert not (tmp_path / "next").exists()
+    if find_spec("bitsandbytes"):
+        start(base, model={"load_in_4bit": True})
 
 
 @pytest.mark.slow

@@ -320,6 +320,27 @@ def test_markers_that_are_no_tokens_are_warned_of(tmp_path: Path) -> None:
         assert "warning" not in call_shoal(tmp_path, "data", str(config), fitting).stderr
 
 
+def test_a_template_that_ends_no_answer_is_warned_of(tmp_path: Path) -> None:
+    """Where the template is used: records of plain prompts and completions end with the end-of-text token."""
+    turn = "{{ m.role + ': ' + m.content + '\n' }}"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+    config, warning = tree(tmp_path, training={"max_steps": 1}, dataset={"chat_template": template}), "warning: "
+    warning += (
+        r"dataset.chat_template = given as text: no special token ends an answer \(the template writes '\\n' after"
+    )
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    for command in ("data", "train"):
+        shown = call_shoal(tmp_path, command, "run.yaml")
+        assert shown.returncode == 0, shown.stderr
+        assert len(re.findall(warning, shown.stdout + shown.stderr)) == 1
+    turns = {side: [{"role": role, "content": "a"}] for side, role in (("prompt", "user"), ("completion", "assistant"))}
+    for record, warns in (({"prompt": "a", "completion": "b"}, False), (turns, True)):
+        file = write_lines(tmp_path / "pairs.jsonl", [record])
+        assert (
+            "no special token" in call_shoal(tmp_path, "data", "run.yaml", f"dataset.train_file={file}").stderr
+        ) == warns
+
+
 def test_counted_tokens_are_coloured_on_a_terminal() -> None:
     text = _coloured([("ask ", False), ("answer", True)], is_terminal=True)
     assert text.plain == "ask answer"

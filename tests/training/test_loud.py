@@ -92,7 +92,7 @@ def test_mistakes_in_callbacks(toy: ToyRun, callback: str, message: str) -> None
 def test_a_metric_that_plateau_follows_is_looked_for_before_training(toy: ToyRun) -> None:
     with pytest.raises(UserError, match=r"training.lr_scheduler.metric = 'eval/x': an evaluation does not give it"):
         toy.train("training.lr_scheduler={name: plateau, metric: eval/x}", "training.eval_steps=5")
-    assert not (toy.output / "metrics.jsonl").read_text()
+    assert not toy.output.exists()
 
 
 def refusal(config: Path, overrides: list[str]) -> str:

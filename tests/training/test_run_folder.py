@@ -11,6 +11,7 @@ from conftest import ToyRun
 from shoal.checkpoint.run_lock import RunLock
 from shoal.errors import UserError
 from shoal.training.preflight import move_aside
+from shoal.training.refused_start import StartTraces
 
 
 def config_of(toy: ToyRun) -> str:
@@ -76,10 +77,54 @@ def test_a_refused_start_leaves_no_run_folder(
     refusal = f"    def {where}(self):\n        from shoal.errors import UserError\n        raise UserError('no')\n\n"
     change_recipe("    def inputs(", f"{refusal}    def inputs(")
     with pytest.raises(UserError, match="no"):
-        toy.train()
-    assert not toy.output.exists()
+        toy.train(f"experiment.output_dir={toy.folder}/runs/deep/one")
+    assert not (toy.folder / "runs").exists()
     toy.output.mkdir()
     (toy.output / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="no"):
         toy.train()
     assert (toy.output / "notes.txt").exists()
+
+
+def test_a_run_that_is_refused_late_leaves_nothing_unless_it_has_trained(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    """Only an evaluation shows that there is no such metric: loggers are open, and a warning is in the log."""
+    wrong = ("checkpoint.keep_best=1", "checkpoint.metric=eval/no", "logging.tensorboard=true")
+    with pytest.raises(UserError, match=r"checkpoint\.metric = 'eval/no'"):
+        toy.train(*wrong)
+    assert not toy.output.exists()
+    change_recipe("    def inputs(", f"{REFUSAL_IN_STEP_2}    def inputs(")
+    with pytest.raises(UserError, match="no more"):
+        toy.train("logging.every=5", "checkpoint.every=5")
+    assert {path.name for path in toy.output.iterdir()} == {"config.yaml", "metrics.jsonl", "report.txt"}
+
+
+REFUSAL_IN_STEP_2 = """\
+    def after_step(self, run):
+        from shoal.errors import UserError
+        if run.step == 2:
+            raise UserError("no more")
+
+"""
+
+
+def test_what_was_there_before_a_refused_start_stays(tmp_path: Path) -> None:
+    folder, log = tmp_path / "out", tmp_path / "out" / "logs" / "rank_1.log"
+
+    def start() -> StartTraces:
+        traces = StartTraces(folder)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("refused")
+        (folder / "config.yaml").touch()
+        return traces
+
+    folder.mkdir()
+    start().take_back()
+    assert not [*folder.iterdir()]  # the user has made it
+    traces = start()
+    with RunLock(folder):
+        traces.take_back()
+    assert log.exists()  # of the run that uses the folder
+    start().take_back()
+    assert log.exists()  # of an earlier start

@@ -50,6 +50,10 @@ class ChatTokenizer:
         return (*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab())
 
     @cached_property
+    def _special_ids(self) -> set[int]:
+        return {*self._tokenizer.convert_tokens_to_ids([*self.special_tokens])}
+
+    @cached_property
     def leading(self) -> list[int]:
         """The tokens that the tokenizer puts before a plain text, usually the beginning-of-text token or nothing."""
         plain = self._tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -72,6 +76,23 @@ class ChatTokenizer:
             for marker, (start, end) in found.items()
             if sum(first < end and last > start for first, last in places) > 1
         ]
+
+    @cached_property
+    def unended_answer(self) -> str | None:
+        """What the template writes after an answer, if there is no special token in it: a model cannot learn from it to
+        stop. None if there is one, or no template."""
+        answer = "bcd"
+        try:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+            before, found, after = ("", "", "") if self.template is None else self.render(turns).rpartition(answer)
+        except ValueError:  # a template that needs more than these turns
+            return None
+        ids, places = self.encode_with_places(before + found + after)
+        end = len(before + found)
+        is_ended = any(
+            token in self._special_ids for token, (start, _) in zip(ids, places, strict=True) if start >= end
+        )
+        return after if found and not is_ended else None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
         """Returns the text of a conversation; with `prompt`, also the beginning of the next assistant turn.
@@ -105,8 +126,7 @@ class ChatTokenizer:
 
     def decode_lines(self, ids: Iterable[int]) -> str:
         """Returns a text for people to read: special tokens end a line, and are left out."""
-        marks = {*self._tokenizer.convert_tokens_to_ids([*self.special_tokens])}
-        runs = groupby(map(int, ids), key=marks.__contains__)
+        runs = groupby(map(int, ids), key=self._special_ids.__contains__)
         lines = (self.decode(run, skip_special_tokens=True).strip() for is_mark, run in runs if not is_mark)
         return "\n".join(filter(None, lines))
 

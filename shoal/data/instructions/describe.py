@@ -27,18 +27,25 @@ def describe_data(prepared: Prepared) -> str:
 
 
 def data_warnings(prepared: Prepared, tokenizer: ChatTokenizer) -> list[str]:
-    """Returns a warning if the chat template has markers that the tokenizer does not know."""
-    formats = {one["format"] for one in prepared.summaries("train")}
-    split = tokenizer.split_markers
-    if not split or formats <= {"text", "prompt_completion"}:
+    """Returns warnings if the chat template has markers that the tokenizer does not know, or does not end answers."""
+    if not any(one["rendered"] for one in prepared.summaries("train")):
         return []
     given = prepared.config.chat_template
     key = "dataset.chat_template" if given is None else f"dataset.chat_template = {_template_name(given)}"
-    return [
-        f"{key}: the tokenizer {tokenizer.name!r} splits {', '.join(split)} into pieces, because they are no tokens of "
-        "its own, and the model has learnt nothing about them; use the template that belongs to the model, or one "
-        "without such markers, such as alpaca"
-    ]
+    warnings = []
+    if split := tokenizer.split_markers:
+        warnings.append(
+            f"{key}: the tokenizer {tokenizer.name!r} splits {', '.join(split)} into pieces, because they are no "
+            "tokens of its own, and the model has learnt nothing about them; use the template that belongs to the "
+            "model, or one without such markers, such as alpaca"
+        )
+    if (after := tokenizer.unended_answer) is not None:
+        warnings.append(
+            f"{key}: no special token ends an answer (the template writes {after!r} after it), so that the model does "
+            "not learn to stop; write {{ eos_token }} after answers in the template, or use one that ends them, such "
+            "as alpaca"
+        )
+    return warnings
 
 
 def _settings(prepared: Prepared) -> list[str]:

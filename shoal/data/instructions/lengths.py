@@ -15,6 +15,8 @@ class Counts:
     """What was done to the records of a set."""
 
     records: int = 0
+    rendered: int = 0
+    """Records that the chat template has rendered."""
     divided: int = 0
     """Conversations that became several samples, because the template rewrites earlier turns."""
     truncated: int = 0

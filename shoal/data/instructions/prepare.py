@@ -42,7 +42,7 @@ from shoal.data.instructions.spans import make_samples
 from shoal.data.token_cache import ArrayWriter, atomic_write, locked, open_tokens
 from shoal.errors import UserError
 
-_FORMAT = "shoal-instructions-1"
+_FORMAT = "shoal-instructions-2"
 _CHUNK = 256
 """How many records a worker gets at once. Fewer are tokenised without workers."""
 _MOST_WORKERS = 8
@@ -71,6 +71,7 @@ class _Encoder:
             conversation = to_conversation(record, format, as_chat=self.tokenizer.template is not None)
             made = make_samples(conversation, self.tokenizer, self.loss_on)
             counts.records += 1
+            counts.rendered += conversation.messages is not None
             counts.divided += len(made) > 1
             for sample in fit(made, self.limit, self.too_long, record.place, counts):
                 tokens += sample.tokens
