@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shoal"
-BASE = {"types", "errors", "forward", "seeding", "tensors", "torch_private"}
+BASE = {"types", "errors", "forward", "operators", "seeding", "tensors", "torch_private"}
 ALLOWED: dict[str, set[str]] = {
     "config": BASE,
     "configs": set(),

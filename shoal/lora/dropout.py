@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.library import custom_op
+from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
+from shoal.operators import operator
 from shoal.tensors import autocast_dtype, why_no_triton
 
 MAX_RANK = 128
@@ -110,7 +111,7 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**32), _BITS)
 
 
-@custom_op("shoal::drop", mutates_args=())
+@operator("drop")
 def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
     """Returns the input with some places 0 and the others divided by 1 - p. Keeps nothing but the seed."""
     if why_not(input.device, input.dtype) is not None:
@@ -126,7 +127,7 @@ def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
     return out.view(input.shape)
 
 
-@drop.register_fake
+@register_fake("shoal::drop")
 def _(input: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
@@ -136,12 +137,14 @@ def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(seed)
 
 
-drop.register_autograd(
-    lambda ctx, gradient: (drop(gradient, *ctx.saved_tensors, ctx.p), None, None), setup_context=_keep_seed
+register_autograd(
+    "shoal::drop",
+    lambda ctx, gradient: (drop(gradient, *ctx.saved_tensors, ctx.p), None, None),
+    setup_context=_keep_seed,
 )
 
 
-@custom_op("shoal::dropped_product", mutates_args=())
+@operator("dropped_product")
 def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns scaling · dropout(input) @ factor.T. `factor` is the weight (rank, width) cast to the input's dtype.
 
@@ -180,16 +183,16 @@ def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor,
     return out
 
 
-@dropped_product.register_fake
+@register_fake("shoal::dropped_product")
 def _(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
     return input.new_empty(*input.shape[:-1], len(factor))
 
 
-@custom_op("shoal::dropped_product_to_weight", mutates_args=())
+@operator("dropped_product_to_weight")
 def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the weight as a sum over the first dimension, in at least float32."""
     rank, width = gradient.shape[-1], input.shape[-1]
-    x, outputs = input.reshape(-1, width), gradient.reshape(-1, rank).contiguous()
+    x, outputs = input.reshape(-1, width), _rows(gradient)
     tokens, rows, columns = len(x), WEIGHT_ROWS, WEIGHT_COLUMNS
     if why_not(input.device, input.dtype, rank) is not None:
         product = outputs.mT @ drop(input, seed, p).reshape(-1, width)
@@ -203,6 +206,7 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
     triton_kernels.product_backward_weight[(_tiles(width, columns), num_parts)](
         x,
         outputs,
+        outputs.stride(0),
         seed,
         column_numbers(width, x.device),
         parts,
@@ -221,7 +225,7 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
     return parts
 
 
-@_to_weight.register_fake
+@register_fake("shoal::dropped_product_to_weight")
 def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     rank, width = gradient.shape[-1], input.shape[-1]
     in_triton = why_not(input.device, input.dtype, rank) is None
@@ -235,7 +239,7 @@ def _num_weight_parts(tokens: int, width: int) -> int:
     return max(1, min(_tiles(256, _tiles(width, WEIGHT_COLUMNS)), _tiles(tokens, WEIGHT_ROWS)))
 
 
-@custom_op("shoal::dropped_product_to_input", mutates_args=())
+@operator("dropped_product_to_input")
 def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the input."""
     rank, width = factor.shape
@@ -243,12 +247,13 @@ def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling:
         return drop(gradient @ factor * scaling, seed, p)
     from shoal.lora import triton_kernels
 
-    outputs = gradient.reshape(-1, rank).contiguous()
+    outputs = _rows(gradient)
     tokens, rows, columns = len(outputs), 64, 64
     columns_each = 1024 if width % columns else gcd(width, 1024)
-    out = outputs.new_empty(tokens, width)
+    out = gradient.new_empty(tokens, width)
     triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](
         outputs,
+        outputs.stride(0),
         factor.contiguous(),
         seed,
         column_numbers(width, out.device),
@@ -268,7 +273,7 @@ def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling:
     return out.view(*gradient.shape[:-1], width)
 
 
-@_to_input.register_fake
+@register_fake("shoal::dropped_product_to_input")
 def _(gradient: Tensor, factor: Tensor, *args: Any) -> Tensor:
     return gradient.new_empty(*gradient.shape[:-1], factor.shape[1])
 
@@ -289,7 +294,13 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return to_input, to_weight, None, None, None, None
 
 
-dropped_product.register_autograd(_product_backward, setup_context=_keep_for_backward)
+register_autograd("shoal::dropped_product", _product_backward, setup_context=_keep_for_backward)
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    """Returns a gradient (…, rank) as (tokens, rank). It may be some columns of a wider tensor, as of 4-bit layers."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _tiles(size: int, of: int) -> int:

@@ -10,11 +10,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
+from shoal.operators import operator
 from shoal.quantised.library import import_bitsandbytes
-from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
+from shoal.quantised.schemes import BLOCK, EightBit, FourBit, Part, Scheme, has_kernel
 from shoal.tensors import why_no_triton
 from shoal.torch_private import version_of
 
@@ -99,7 +101,7 @@ class QuantisedLinear(nn.Module):
 
 # An operator, because torch.compile looks into a torch.autograd.Function: it would keep the matrix of the forward for
 # the backward, and (torch 2.11) all that a recomputed block computes inside of one.
-@torch.library.custom_op("shoal::multiply_4bit", mutates_args=())
+@operator("multiply_4bit")
 def _multiply_4bit(
     input: Tensor,
     weight: Tensor,
@@ -150,10 +152,42 @@ def add_product(output: Tensor, left: Tensor, right: Tensor) -> None:
     )
 
 
-@_multiply_4bit.register_fake
+@register_fake("shoal::multiply_4bit")
 def _(input: Tensor, *args: Any) -> Tensor:
     *_, shape, transposed = args
     return input.new_empty((*input.shape[:-1], shape[1 if transposed else 0]))
+
+
+@operator("multiply_4bit_joined")
+def _multiply_joined(
+    gradient: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    right: Tensor,
+    quant_type: str,
+    double: bool,
+    shape: Sequence[int],
+) -> Tensor:
+    """Multiplies with the dequantised matrix and, in further columns, with the factor `right` of its adapter.
+
+    Both products read the gradient, which is large, and one product reads it once.
+    """
+    scheme, size = FourBit(cast(Any, quant_type), double), (shape[0], shape[1])
+    if has_kernel(weight):
+        return gradient @ scheme.dequantise_beside(weight, statistics, size, right)
+    return gradient @ torch.cat([scheme.dequantise(weight, statistics, size, gradient.dtype), right], 1)
+
+
+@register_fake("shoal::multiply_4bit_joined")
+def _(gradient: Tensor, weight: Tensor, statistics: Tensor, right: Tensor, *args: Any) -> Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], args[-1][1] + right.shape[1]))
+
+
+def _can_join(gradient: Tensor, right: Tensor, columns: int) -> bool:
+    """Returns whether a matrix can be dequantised beside a factor, in rows that the tensor cores can load."""
+    aligned = columns % BLOCK == 0 and right.shape[1] * right.element_size() % 16 == 0
+    # With gradients enabled somebody wants second derivatives, which the plain operators have.
+    return aligned and why_no_triton(gradient.device) is None and not torch.is_grad_enabled()
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -171,19 +205,24 @@ def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
     if ctx.versions is not None and ctx.versions != _versions(ctx):
         raise RuntimeError("a matrix of an adapter has been modified by an inplace operation since the forward")
     for_input = for_bias = for_left = for_right = None
-    if ctx.needs_input_grad[0]:
-        for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, None, None, *ctx.options, True)
+    columns = ctx.options[-1][1]
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[4] and _can_join(gradient, ctx.right, columns):
+        joined = _multiply_joined(gradient, ctx.weight, ctx.statistics, ctx.right, *ctx.options)
+        for_input, for_left = joined[..., :columns], joined[..., columns:]
+    else:
+        if ctx.needs_input_grad[0]:
+            for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, None, None, *ctx.options, True)
+        if ctx.needs_input_grad[4]:
+            for_left = gradient @ ctx.right
     by_token = gradient.reshape(-1, gradient.shape[-1])
     if ctx.needs_input_grad[3]:
         for_bias = by_token.sum(0)
-    if ctx.needs_input_grad[4]:
-        for_left = gradient @ ctx.right
     if ctx.needs_input_grad[5]:
         for_right = by_token.mT @ ctx.left.reshape(-1, ctx.left.shape[-1])
     return for_input, None, None, for_bias, for_left, for_right, None, None, None, None
 
 
-_multiply_4bit.register_autograd(_multiply_backward, setup_context=_keep_for_backward)
+register_autograd("shoal::multiply_4bit", _multiply_backward, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.shoal.multiply_4bit)
@@ -191,6 +230,11 @@ def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: 
     left = args[3]
     rank = 0 if left is None else left[-1]
     return 2 * prod(input[:-1]) * (input[-1] + rank) * out_shape[-1]
+
+
+@register_flop_formula(torch.ops.shoal.multiply_4bit_joined)
+def _(gradient: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
+    return 2 * prod(gradient) * out_shape[-1]
 
 
 def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key: str) -> None:

@@ -142,8 +142,11 @@ class FourBit:
 
     def dequantise(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Returns the matrix that the tensors stand for, in a dtype."""
-        if _has_kernel(weight):
-            return self._dequantise_in_triton(weight, statistics, shape, dtype)
+        if has_kernel(weight):
+            count = ceil(prod(shape) / 2)
+            out = torch.empty(2 * count, dtype=dtype, device=weight.device)
+            self._dequantise_in_triton(weight, statistics, out, count)
+            return out[: prod(shape)].view(shape)
         from bitsandbytes import functional
 
         # As one row of whole bytes: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole
@@ -154,27 +157,44 @@ class FourBit:
         numbers: Tensor = functional.dequantize_4bit(packed, state)
         return numbers.view(-1)[: prod(shape)].view(shape)
 
-    def _dequantise_in_triton(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def dequantise_beside(self, weight: Tensor, statistics: Tensor, shape: Shape, others: Tensor) -> Tensor:
+        """Returns the matrix with more columns on its right, those of a tensor (rows, …), in the dtype of that tensor.
+
+        The tensors are on a device with a kernel, and rows are whole blocks.
+        """
+        rows, columns = shape
+        joined = others.new_empty(rows, columns + others.shape[1])
+        joined[:, columns:] = others
+        gap = (columns // BLOCK, others.shape[1])
+        self._dequantise_in_triton(weight, statistics, joined, rows * columns // 2, gap)
+        return joined
+
+    def _dequantise_in_triton(
+        self, weight: Tensor, statistics: Tensor, out: Tensor, count: int, gap: tuple[int, int] | None = None
+    ) -> None:
+        """Writes the numbers of `count` bytes, with a gap of so many numbers after so many blocks."""
         from shoal.quantised import triton_kernels
 
-        packed, count = weight.reshape(-1).view(torch.uint8), ceil(prod(shape) / 2)
-        numbers = torch.empty(2 * count, dtype=dtype, device=weight.device)
-        scales = self._nested_parts(statistics, shape) if self.double else (self.scales(statistics, shape),) * 4
-        programs = ceil(count / (BLOCK // 2 * _BLOCKS_EACH))
-        triton_kernels.dequantise[(programs,)](
-            packed,
+        if statistics.data_ptr() % 4:  # the kernel reads float32
+            statistics = statistics.clone()
+        row_blocks, row_gap = gap or (1, 0)
+        triton_kernels.dequantise[(ceil(count / (BLOCK // 2 * _BLOCKS_EACH)),)](
+            weight.view(torch.uint8),
             _values(self.quant_type, weight.device),
-            *scales,
-            numbers,
+            statistics.view(torch.uint8),
+            out,
             count,
+            row_blocks,
+            row_gap,
             DOUBLE=self.double,
             BLOCK_BYTES=BLOCK // 2,
             NESTED_BLOCK=NESTED_BLOCK,
+            NESTED_CODES=NESTED_CODES,
             BLOCKS=_BLOCKS_EACH,
+            GAPS=gap is not None,
             enable_fp_fusion=False,
             num_warps=2,
         )
-        return numbers[: prod(shape)].view(shape)
 
     def describe(self) -> str:
         """Returns what the scheme is, for the report."""
@@ -270,7 +290,7 @@ def _values(quant_type: str, device: torch.device) -> Tensor:
     return values
 
 
-def _has_kernel(weight: Tensor) -> bool:
+def has_kernel(weight: Tensor) -> bool:
     """Returns whether the kernel of this package dequantises; torch.compile knows bitsandbytes' operators instead."""
     return why_no_triton(weight.device) is None and not torch.compiler.is_compiling() and not is_fake(weight)
 

@@ -14,36 +14,46 @@ import triton.language as tl
 def dequantise(
     packed,
     values,
-    scales,
-    scale_values,
-    nested_scales,
-    offset,
+    statistics,
     out,
     num_bytes,
+    row_blocks,
+    row_gap,
     DOUBLE: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     NESTED_BLOCK: tl.constexpr,
+    NESTED_CODES: tl.constexpr,
     BLOCKS: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
     """out = values[4-bit codes] · scale of their block, two for each byte, the high half first.
 
-    With DOUBLE a scale is scale_values[its 8-bit code] · its nested scale + offset. Programs: (groups of BLOCKS,).
+    `statistics` are bytes: the scales of the blocks in float32. With DOUBLE they are NESTED_CODES values in float32, a
+    nested scale for each NESTED_BLOCK blocks, an offset, and a code of one byte for each block, whose scale is
+    values[code] · nested scale + offset. With GAPS a row is `row_blocks` blocks, and the next one begins after a gap of
+    `row_gap` numbers, which are left as they are. Programs: (groups of BLOCKS,).
     """
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     exists = blocks * BLOCK_BYTES < num_bytes
-    scale = tl.load(scales + blocks, mask=exists, other=0)
+    numbers = statistics.to(tl.pointer_type(tl.float32))
     if DOUBLE:
-        scale = tl.load(scale_values + scale.to(tl.int32)) * tl.load(
-            nested_scales + blocks // NESTED_BLOCK, mask=exists, other=0.0
-        )
+        nested = numbers + NESTED_CODES
+        offset = nested + tl.cdiv(tl.cdiv(num_bytes, BLOCK_BYTES), NESTED_BLOCK)
+        codes = tl.load((offset + 1).to(tl.pointer_type(tl.uint8)) + blocks, mask=exists, other=0)
+        scale = tl.load(numbers + codes.to(tl.int32)) * tl.load(nested + blocks // NESTED_BLOCK, mask=exists, other=0.0)
         scale = scale + tl.load(offset)
+    else:
+        scale = tl.load(numbers + blocks, mask=exists, other=0.0)
     places = blocks[:, None].to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
     codes = tl.load(packed + places, mask=places < num_bytes, other=0).to(tl.int32)
     high = tl.load(values + (codes >> 4)) * scale[:, None]
     low = tl.load(values + (codes & 15)) * scale[:, None]
-    numbers = tl.interleave(high, low).to(out.dtype.element_ty)
+    result = tl.interleave(high, low).to(out.dtype.element_ty)
     places = blocks[:, None].to(tl.int64) * (2 * BLOCK_BYTES) + tl.arange(0, 2 * BLOCK_BYTES)[None, :]
-    tl.store(out + places, numbers, mask=places < 2 * num_bytes)
+    inside = places < 2 * num_bytes
+    if GAPS:
+        places += (blocks // row_blocks).to(tl.int64)[:, None] * row_gap
+    tl.store(out + places, result, mask=inside)
 
 
 @triton.jit

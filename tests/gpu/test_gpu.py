@@ -399,7 +399,7 @@ def test_the_kernel_of_4_bit_weights_gives_the_numbers_of_bitsandbytes(
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             by_kernel = scheme.dequantise(weight, statistics, shape, dtype)
             with monkeypatch.context() as patched:
-                patched.setattr(schemes, "_has_kernel", lambda weight: False)
+                patched.setattr(schemes, "has_kernel", lambda weight: False)
                 assert torch.equal(by_kernel, scheme.dequantise(weight, statistics, shape, dtype)), (shape, dtype)
     note(f"4-bit weights in Triton: {quant_type}{', quantised scales' * double}", "the bits of bitsandbytes")
 
