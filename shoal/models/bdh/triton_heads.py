@@ -102,14 +102,14 @@ class TritonHeads(torch.autograd.Function):
         values, cos, sin, *kept = ctx.saved_tensors
         to_y = to_y.to(torch.bfloat16).contiguous()
         by_head = zip(*(tensor.split(-(-len(tensor) // 2)) for tensor in kept), strict=True)
-        scale, wanted = 1 / (1 - ctx.dropout), zip(kept[1:4], ctx.dtypes[1:], ctx.needs_input_grad[1:4], strict=True)
-        to_weights = [torch.empty_like(weight, dtype=dtype) if needed else None for weight, dtype, needed in wanted]
-        to_x, first = list[Tensor](), 0
-        for some in by_head:
-            heads = slice(first, first := first + len(some[0]))
-            outputs = [None if to_it is None else to_it[heads] for to_it in to_weights]
-            to_x.append(_gradients(values, to_y, cos, sin, scale, outputs, *some))
-        return sum(to_x[1:], to_x[0]).to(ctx.dtypes[0]), *to_weights, *[None] * (ctx.num_inputs - 4)
+        wanted, scale = ctx.needs_input_grad[1:4], 1 / (1 - ctx.dropout)
+        parts = [_gradients(values, to_y, cos, sin, scale, wanted, *some) for some in by_head]
+        to_x, *to_weights = zip(*parts, strict=True)
+        gradients = (
+            None if to_it[0] is None else torch.cat([part.to(dtype) for part in to_it])
+            for to_it, dtype in zip(to_weights, ctx.dtypes[1:], strict=True)
+        )
+        return sum(to_x).to(ctx.dtypes[0]), *gradients, *[None] * (ctx.num_inputs - 4)
 
 
 def _gradients(
@@ -118,7 +118,7 @@ def _gradients(
     cos: Tensor,
     sin: Tensor,
     scale: float,
-    to_weights: Sequence[Tensor | None],
+    wanted: Sequence[bool],
     arranged: Tensor,
     encoder: Tensor,
     encoder_v: Tensor,
@@ -127,21 +127,18 @@ def _gradients(
     scores: Tensor,
     attended: Tensor,
     gated: Tensor,
-) -> Tensor:
-    """Returns the gradient of x through some heads, and writes those of the weights into `to_weights`, but for None.
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x, and of those weights that are wanted, through some heads.
 
     A name `to_gates` is the gradient with respect to `gates` before their ReLU.
     """
-    to_encoder, to_encoder_v, to_decoder = to_weights
     heads = len(encoder)
     tokens, to_tokens = (tensor.flatten(0, 1).expand(heads, -1, -1) for tensor in (x, to_y))
-    if to_decoder is not None:
-        multiply_into(to_decoder, gated.flatten(1, 2).mT, to_tokens)
+    to_decoder = torch.bmm(gated.flatten(1, 2).mT, to_tokens) if wanted[2] else None
     to_gates, to_neurons = gate_backward(x, to_y, arranged, decoder, gated, scale)
     to_gates = to_gates.flatten(1, 2)
     normed, deviation = norm_with_deviation(attended)
-    if to_encoder_v is not None:
-        multiply_into(to_encoder_v, normed.to(x.dtype).flatten(1, 2).mT, to_gates)
+    to_encoder_v = torch.bmm(normed.to(x.dtype).flatten(1, 2).mT, to_gates) if wanted[1] else None
     to_normed = torch.bmm(to_gates, encoder_v.mT).view_as(attended)
     del to_gates
 
@@ -150,9 +147,9 @@ def _gradients(
     to_scores = (to_attended @ x.mT).tril(-1)
     to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
     to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
-    if to_encoder is not None:
-        multiply_into(to_encoder, tokens.mT, to_neurons)
-    return (torch.bmm(to_neurons, encoder.mT).float() + to_values.flatten(1, 2)).sum(0).view_as(x)
+    to_encoder = torch.bmm(tokens.mT, to_neurons) if wanted[0] else None
+    to_x = (torch.bmm(to_neurons, encoder.mT).float() + to_values.flatten(1, 2)).sum(0)
+    return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
 
 
 @torch.no_grad()
@@ -173,26 +170,6 @@ def _arranged(weight: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _has_gluon(embd: int, neurons: int) -> bool:
     return gluon_heads.why_not(embd, neurons) is None
-
-
-@custom_op("shoal::bdh_multiply_into", mutates_args={"out"})
-def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Writes left @ right, of batches of matrices, in the dtype of `out`. In float32 nothing is rounded to bf16 first,
-    and no other kernel has to cast it."""
-    if out.is_cuda and out.dtype != left.dtype:
-        torch.bmm(left, right, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(torch.bmm(left, right))
-
-
-@multiply_into.register_fake
-def _(out: Tensor, left: Tensor, right: Tensor) -> None:
-    pass
-
-
-@register_flop_formula(torch.ops.shoal.bdh_multiply_into)
-def _(out: Sequence[int], left: Sequence[int], *rest: Any, **options: Any) -> int:
-    return 2 * prod(left) * out[-1]
 
 
 @custom_op("shoal::bdh_earlier_scores", mutates_args=())
