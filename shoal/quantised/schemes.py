@@ -180,7 +180,7 @@ class FourBit:
         row_blocks, row_gap = gap or (1, 0)
         triton_kernels.dequantise[(ceil(count / (BLOCK // 2 * _BLOCKS_EACH)),)](
             weight.view(torch.uint8),
-            _values(self.quant_type, weight.device),
+            _pairs(self.quant_type, weight.device),
             statistics.view(torch.uint8),
             out,
             count,
@@ -282,12 +282,14 @@ def block_maxima(numbers: Tensor) -> Tensor:
 
 
 @cache
-def _values(quant_type: str, device: torch.device) -> Tensor:
-    """Returns the 16 values of a type on a device."""
+def _pairs(quant_type: str, device: torch.device) -> Tensor:
+    """Returns for each byte the values of its high and low half, in the lower and upper 32 bits."""
     from bitsandbytes.functional import get_4bit_type
 
-    values: Tensor = get_4bit_type(quant_type, device=device)
-    return values
+    with torch.inference_mode(False):  # it is kept for later
+        values, codes = get_4bit_type(quant_type, device="cpu"), torch.arange(256)
+        pairs = torch.stack((values[codes >> 4], values[codes & 15]), 1)
+        return pairs.view(torch.int64)[:, 0].to(device)
 
 
 def has_kernel(weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ import triton.language as tl
 @triton.jit
 def dequantise(
     packed,
-    values,
+    pairs,
     statistics,
     out,
     num_bytes,
@@ -26,8 +26,9 @@ def dequantise(
     BLOCKS: tl.constexpr,
     GAPS: tl.constexpr,
 ):
-    """out = values[4-bit codes] · scale of their block, two for each byte, the high half first.
+    """out = values of 4-bit codes · scale of their block, two for each byte, that of the high half first.
 
+    `pairs` are the two values of each byte as bits of float32, in an int64 so that they are looked up at once.
     `statistics` are bytes: the scales of the blocks in float32. With DOUBLE they are NESTED_CODES values in float32, a
     nested scale for each NESTED_BLOCK blocks, an offset, and a code of one byte for each block, whose scale is
     values[code] · nested scale + offset. With GAPS a row is `row_blocks` blocks, and the next one begins after a gap of
@@ -46,8 +47,9 @@ def dequantise(
         scale = tl.load(numbers + blocks, mask=exists, other=0.0)
     places = blocks[:, None].to(tl.int64) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
     codes = tl.load(packed + places, mask=places < num_bytes, other=0).to(tl.int32)
-    high = tl.load(values + (codes >> 4)) * scale[:, None]
-    low = tl.load(values + (codes & 15)) * scale[:, None]
+    found = tl.load(pairs + codes)
+    high = found.to(tl.int32).to(tl.float32, bitcast=True) * scale[:, None]
+    low = (found >> 32).to(tl.int32).to(tl.float32, bitcast=True) * scale[:, None]
     result = tl.interleave(high, low).to(out.dtype.element_ty)
     places = blocks[:, None].to(tl.int64) * (2 * BLOCK_BYTES) + tl.arange(0, 2 * BLOCK_BYTES)[None, :]
     inside = places < 2 * num_bytes

@@ -26,6 +26,7 @@ from shoal.lora import dropout
 from shoal.models.bdh.triton_heads import why_not
 from shoal.quantised import FourBit, schemes
 from shoal.quantised.layers import PARTS, add_product
+from shoal.quantised.schemes import BLOCK
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from shoal.torch_private import compile_counts
@@ -360,7 +361,7 @@ def test_the_kernels_of_adapters_drop_what_plain_code_drops(
     seed = torch.tensor(777123, device=device)
     mask = dropout.kept_places(x.shape, seed, p).double() / (1 - p)
     y = dropout.dropped_product(x, weight, weight.detach().to(x.dtype), seed, p, 0.25)
-    to_y = torch.randn_like(y)
+    to_y = torch.randn(tokens, rank + 8, device=device, dtype=kind)[:, :rank]  # as a 4-bit layer hands it on
     found = [y, *torch.autograd.grad(y, (x, weight), to_y), dropout.drop(x, seed, p)]
     dropped, gradient = x.double().detach() * mask, to_y.double()
     right = [0.25 * dropped @ weight.double().mT, 0.25 * gradient @ weight.double() * mask]
@@ -401,6 +402,10 @@ def test_the_kernel_of_4_bit_weights_gives_the_numbers_of_bitsandbytes(
             with monkeypatch.context() as patched:
                 patched.setattr(schemes, "has_kernel", lambda weight: False)
                 assert torch.equal(by_kernel, scheme.dequantise(weight, statistics, shape, dtype)), (shape, dtype)
+            if shape[1] % BLOCK == 0:
+                beside = torch.randn(shape[0], 24, device="cuda").to(dtype)
+                joined = scheme.dequantise_beside(weight, statistics, shape, beside)
+                assert torch.equal(joined, torch.cat([by_kernel, beside], 1)), dtype
     note(f"4-bit weights in Triton: {quant_type}{', quantised scales' * double}", "the bits of bitsandbytes")
 
 
