@@ -32,6 +32,7 @@ LORA = {"r": 64, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": TARGE
 ROWS = 4
 BF16 = {"mixed_precision": "bf16", "loss_chunks": 8}
 RECOMPUTED = {"activation_checkpointing": "full"}
+RECORDED = {"cuda_graphs": True}
 
 ONE_BILLION = {**SIZES, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 ONE_BILLION |= {"num_key_value_heads": 8, "vocab_size": 128256}
@@ -42,6 +43,8 @@ CASES: dict[str, dict[str, Any] | None] = {
     "shoal, recomputed, inputs in host memory": {**BF16, "activation_checkpointing": {"mode": "full", "offload": True}},
     "shoal, recomputed, compiled": {**BF16, **RECOMPUTED, "compile": True},
     "shoal, compiled": {**BF16, "compile": True},
+    "shoal, recorded, recomputed, compiled": {**BF16, **RECOMPUTED, **RECORDED, "compile": True},
+    "shoal, recorded, compiled": {**BF16, **RECORDED, "compile": True},
 }
 FULL_CASES: dict[str, dict[str, Any] | None] = {"peer": None, "shoal, compiled": {**BF16, "compile": True}}
 """The keys of `training` by case; None for the loop without shoal."""

@@ -19,6 +19,7 @@ from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
+from torch import _foreach_zero_ as foreach_zero_
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_sign_",
+    "foreach_zero_",
     "gradient_hooks",
     "has_dispatch_mode",
     "is_fake",

@@ -73,6 +73,8 @@ class Layout:
     """How replicas exchange weights instead of gradients, if they do."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """Whether modules that have a fused path use it; `auto` means on CUDA devices."""
+    cuda_graphs: bool = False
+    """Whether micro-batches are recorded in CUDA graphs."""
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     """The type of weights, gradients and optimizer state; with fp32, float64 parameters stay float64."""
 
@@ -139,6 +141,7 @@ def layout_of(
         distributed.compression,
         distributed.local_sgd,
         training.kernels,
+        training.cuda_graphs,
         training.weights_dtype,
     )
     for contradictory, message in (
@@ -154,6 +157,11 @@ def layout_of(
         raise UserError(
             f"distributed.mesh.pp = {layout.mesh['pp']}: a pipeline runs all micro-batches of a step at once, and "
             f"training.body = {training.body!r} computes one after another; use another layout, or the recipe's loss"
+        )
+    if training.body and layout.cuda_graphs:
+        raise UserError(
+            f"training.cuda_graphs = true records the recipe's forward and loss, and training.body = "
+            f"{training.body!r} computes steps itself; leave one of them out"
         )
     if training.body and (key := _exchange_key(layout)):
         raise UserError(
@@ -235,6 +243,7 @@ def check_objectives(layout: Layout, recipe: Any) -> None:
         (layout.strategy in ("deepspeed", "mesh"), f"distributed.strategy = {layout.strategy}", "ddp or fsdp"),
         (layout.precision == "pure_bf16", "training.mixed_precision = pure_bf16", "bf16"),
         (layout.loss_chunks > 1, f"training.loss_chunks = {layout.loss_chunks}", "1"),
+        (layout.cuda_graphs, "training.cuda_graphs = true", "false"),
         (layout.local_sgd is not None, _exchange_key(layout), "distributed.compression"),
     ):
         if is_set:
@@ -481,6 +490,16 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
                 "distributed.tensor.sequence_parallel = true": layout.sequence_parallel,
                 "strategy deepspeed": is_deepspeed,
             }.items()
+        ),
+        (
+            layout.cuda_graphs and (layout.engine != "plain" or layout.world_size > 1),
+            f"training.cuda_graphs = true records steps of one process by itself, and this is strategy {strategy}"
+            f"{f' on {layout.world_size} processes' * (layout.world_size > 1)}; use single on one, or leave it out",
+        ),
+        (
+            layout.cuda_graphs and layout.activation_checkpointing.offload,
+            "training.activation_checkpointing.offload = true copies to host memory, which training.cuda_graphs = true "
+            "cannot record; leave one of them out",
         ),
         (
             is_deepspeed and precision not in ("fp32", "bf16", "fp16"),

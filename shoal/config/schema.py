@@ -113,6 +113,10 @@ class TrainingConfig(Section):
     """Compute fp32 matrix products in TF32 on CUDA devices: faster, less exact."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    cuda_graphs: bool = False
+    """Record forward and backward of a micro-batch in a CUDA graph, and compute all micro-batches of its shapes by the
+    recording: for steps in which the GPU waits for the host. On one process. See
+    [choosing.md](choosing.md#small-steps-on-a-gpu)."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """How modules with a fused path compute: the heads of BDH, and adapters with dropout. `plain`: by their own code.
     `fused`: by operators that keep less for the backward, in Triton on GPUs that the kernels fit; refused for models

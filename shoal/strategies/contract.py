@@ -38,6 +38,7 @@ from shoal.strategies.local_weights import LocalWeights
 from shoal.strategies.measures import Measures
 from shoal.strategies.module_state import ModuleState
 from shoal.strategies.own_time import OwnTime
+from shoal.strategies.recorded import Recorded
 from shoal.strategies.update import Update, check_separate
 from shoal.tensors import is_on_host, map_tensors
 from shoal.torch_private import set_group_timeout
@@ -70,6 +71,8 @@ class Engaged:
     chunked_head: ChunkedHead | None = None
     exchange: CompressedExchange | LocalSGD | None = None
     """What replicas exchange instead of gradients as they are, if they do."""
+    recorded: Recorded | None = None
+    """What runs micro-batches from recordings in CUDA graphs."""
     own_time: OwnTime | None = None
     """Measures what this rank computes in a step without waiting for others."""
     restarted: str = ""

@@ -38,14 +38,19 @@ class Surroundings:
         self.device, self.precision, self.head = device, precision, head
         self._seed_of, self._rng_key, self._batch_norms = mix_after(seed), rng_key, batch_norms
 
+    def seed(self, *place: int | str) -> None:
+        """Seeds the generators from a place in the run, such as (step, micro-batch)."""
+        seed_generators(self._seed_of(*place, *self._rng_key), self.device)
+
     def enter(
         self, recipe: Objective, batch: Any, scale: Tensor | None, *place: int | str
     ) -> AbstractContextManager[None]:
-        """Seeds the generators from the place in the run, and returns the context for one forward and its loss.
+        """Seeds the generators from the place, if one is given, and returns the context for one forward and its loss.
 
-        `place` is such as (step, micro-batch); `scale` is what the loss will be multiplied by in the backward.
+        `scale` is what the loss will be multiplied by in the backward.
         """
-        seed_generators(self._seed_of(*place, *self._rng_key), self.device)
+        if place:
+            seed_generators(self._seed_of(*place, *self._rng_key), self.device)
         if self.head is None:
             return autocast(self.precision, self.device)
         return self._with_head(self.head, recipe.labels(batch), scale)

@@ -37,7 +37,7 @@ class Measures:
         self.by_name: dict[str, Any] = {}
         """(sum, count), or a torchmetrics object."""
         self._recipe, self._micro_batches, self._counts = recipe, micro_batches, counts
-        self._has_metrics, self._only_loss = recipe.has_metrics and not only_loss, only_loss
+        self.has_metrics, self._only_loss = recipe.has_metrics and not only_loss, only_loss
 
     def is_filler(self, index: int) -> bool:
         """Returns whether a micro-batch only repeats samples, so that it must change nothing."""
@@ -48,9 +48,20 @@ class Measures:
         loss, beside = self._recipe.loss(output, batch), None
         if isinstance(loss, tuple):
             loss, beside = self._split(loss)
-        if (self._has_metrics or (beside and not self._only_loss)) and self._micro_batches[index].weight:
+        if (self.has_metrics or (beside and not self._only_loss)) and self._micro_batches[index].weight:
             self._add(output, batch, beside, self._counts[index])
         return checked_loss(self._recipe, loss)
+
+    def split_loss(self, output: Any, batch: Any) -> tuple[Tensor, Mapping[str, Any] | None]:
+        """Returns the loss of a micro-batch, and what the recipe returned with it, which `measure` takes."""
+        loss = self._recipe.loss(output, batch)
+        loss, beside = self._split(loss) if isinstance(loss, tuple) else (loss, None)
+        return checked_loss(self._recipe, loss), beside
+
+    def measure(self, output: Any, batch: Any, beside: Mapping[str, Any] | None, index: int) -> None:
+        """Adds the metrics of a micro-batch whose loss has been computed before."""
+        if self.has_metrics or (beside and not self._only_loss):
+            self._add(output, batch, beside, self._counts[index])
 
     def loss_alone(self, output: Any, batch: Any) -> Tensor:
         """Returns the loss of a micro-batch that is computed only to set things up."""
@@ -66,7 +77,7 @@ class Measures:
     @torch.no_grad()
     def _add(self, output: Any, batch: Any, beside: Mapping[str, Any] | None, count: Tensor | int) -> None:
         found = {name: self._sum_of(name, value, count, "loss") for name, value in (beside or {}).items()}
-        if self._has_metrics:
+        if self.has_metrics:
             returned = self._recipe.metrics(output, batch)
             if not isinstance(returned, Mapping):
                 raise UserError(f"{self._who}: metrics returned {_say(returned)}; return a dict of metrics by name")

@@ -38,6 +38,7 @@ from shoal.strategies.engines.plain import PlainEngine, Reduction
 from shoal.strategies.executors import InTurn, Overlapped, Surroundings
 from shoal.strategies.module_state import check_storable
 from shoal.strategies.own_time import innermost
+from shoal.strategies.recorded import Recorded
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
@@ -158,6 +159,10 @@ class NativeStrategy(DistributedStrategy):
                 self.device, layout.precision, self._seed, self._rng_key, engaged.chunked_head, batch_norms
             )
             self._executor = InTurn(engine, surroundings)
+            if layout.cuda_graphs and self.device.type == "cuda":
+                self._executor = engaged.recorded = Recorded(engine, surroundings, model)
+            elif layout.cuda_graphs:
+                engaged.not_in_force["training.cuda_graphs"] = f"the run is on {self.device.type}"
             if sides["pp"] > 1:
                 self._pipeline = Pipeline(roots, layout.schedule, self._group("pp"), self.device, entry)
                 self._executor = Overlapped(self._pipeline, surroundings)

@@ -32,6 +32,7 @@ _TRAINING = (
     "tf32",
     "compile",
     "kernels",
+    "cuda_graphs",
     "activation_checkpointing",
     "loss_chunks",
     "sync_batch_norm",

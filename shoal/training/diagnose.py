@@ -30,7 +30,10 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
         hooks.append(module.register_forward_hook(_watch(found, f"the output of {label}")))
         if watches_backward:
             hooks.append(module.register_full_backward_hook(_watch(found, f"the gradient through {label}")))
+    recorded = strategy.engaged.recorded
     try:
+        if recorded is not None:
+            recorded.is_paused = True
         with torch.compiler.set_stance("force_eager"):
             output = strategy.forward_backward(model, [micro], recipe, 0)
         if not found:
@@ -38,6 +41,8 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
             found = [f"the gradient of {name}" for name, g in gradients.items() if not local_part(g).isfinite().all()]
         by_rank = Peers().all_gather(found)
     finally:
+        if recorded is not None:
+            recorded.is_paused = False
         for hook in hooks:
             hook.remove()
         model.zero_grad()

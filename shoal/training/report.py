@@ -111,6 +111,11 @@ class Report:
             )
         if self.engaged.exchange is not None:
             self.engaged.exchange.check()
+        if self.engaged.recorded is not None and not self.engaged.recorded.recordings:
+            raise UserError(
+                "training.cuda_graphs = true, but nothing was recorded in the first step; leave it out, or look for "
+                "gradients that are there before it"
+            )
         precision = self.training.mixed_precision
         if precision != "fp32" and not self.training.compile and not self._witness.seen:
             cause = "put `with run.autocast():` around the forward and the loss" if self.training.body else ""
@@ -247,6 +252,8 @@ class Report:
                 f"{len(engaged.compiled.modules)} modules, {graphs} graph{'s' * (graphs != 1)}, {said}",
                 ("training.compile",),
             )
+        if engaged.recorded:
+            yield "cuda graphs", engaged.recorded.describe(), ("training.cuda_graphs",)
         if config.experiment.deterministic:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():

@@ -182,7 +182,8 @@ def _half_weights(run: Run) -> str | None:
 
 
 def reference_run(run: Run, procs: int) -> Run:
-    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked, compiled or fused.
+    """Returns the run on one device: the whole batch at once, nothing recomputed, chunked, compiled, fused or
+    recorded.
 
     With synced BatchNorms, which mix the samples of a micro-batch of all ranks, it has these as its micro-batches.
     """
@@ -193,6 +194,7 @@ def reference_run(run: Run, procs: int) -> Run:
         "loss_chunks": 1,
         "compile": False,
         "kernels": "plain",
+        "cuda_graphs": False,
     }
     changes = {"strategy": "fsdp" if _half_weights(run) else "single", "mesh": None}
     return with_changes(run, changes, {**_batches(batch, micro_batch), **without_options})

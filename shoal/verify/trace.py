@@ -180,6 +180,8 @@ class _Tracer:
             )
         trace.parameter_bytes = self.strategy.engaged.parameter_bytes
         trace.mixing = [*mixing_modules(self.model)]
+        if self.strategy.engaged.recorded is not None:
+            self.strategy.engaged.recorded.is_paused = True  # `train_with_adamw` proves recordings
         hooks = self._hooks(steps)
         hooks.call("on_start")
         exchange = self.strategy.engaged.exchange

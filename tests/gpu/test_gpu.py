@@ -21,6 +21,7 @@ from verify.runs import runner_on
 import shoal
 from shoal.config import check_run, load_run
 from shoal.config.schema import TrainingConfig
+from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.lora import dropout
 from shoal.models.bdh.triton_heads import why_not
@@ -28,7 +29,8 @@ from shoal.quantised import FourBit, schemes
 from shoal.quantised.layers import PARTS, add_product
 from shoal.quantised.schemes import BLOCK
 from shoal.recipes import Recipe
-from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleStrategy
+from shoal.strategies.recorded import Recorded
 from shoal.torch_private import compile_counts
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
@@ -96,6 +98,7 @@ def llama(tmp_path: Path, **training: Any) -> dict[str, Any]:
 
 
 LEAN = {"activation_checkpointing": "full", "loss_chunks": 3}
+TWO = {"batch_size": 8, "gradient_accumulation": 2}
 
 
 @pytest.mark.parametrize(
@@ -434,6 +437,117 @@ def test_qlora_trains(
     assert "in Triton" in report
     assert outcome.metrics["train/loss"] < 6.1  # from 6.24 = ln 512; the base is random and frozen
     note(f"QLoRA, {name}, 30 steps", f"loss 6.24 → {outcome.metrics['train/loss']:.3f}")
+
+
+QLORA = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "model_keys", "training"),
+    [
+        ("BDH with dropout, 2 micro-batches, compiled", bdh, {"dropout": 0.1}, {"compile": True, **TWO}),
+        ("BDH in fp16, fsdp on one process", bdh, {"dropout": 0.1}, {"mixed_precision": "fp16"}),
+        pytest.param("QLoRA, compiled, recomputed", llama, QLORA, {**LEAN, "compile": True}, marks=needs_bitsandbytes),
+    ],
+)
+def test_recorded_steps_have_the_bits_of_others(
+    tmp_path: Path,
+    note: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    model: Callable[..., dict[str, Any]],
+    model_keys: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    digests, replayed, replay = [], [0], Recorded._replay
+
+    def counted(*args: Any) -> Tensor:
+        replayed[0] += 1
+        return replay(*args)
+
+    monkeypatch.setattr(Recorded, "_replay", counted)
+    for recorded in (False, True):
+        folder = tmp_path / str(recorded)
+        folder.mkdir()
+        tree = model(folder, **{"mixed_precision": "bf16", "max_steps": 8, **training}, deterministic=True)
+        tree["training"]["cuda_graphs"] = recorded
+        tree["model"] |= model_keys
+        if "load_in_4bit" in model_keys:
+            tree["lora"] = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.05}
+        if "fsdp" in name:
+            tree["distributed"] = {"strategy": "fsdp"}
+        train(check_run(tree))
+        manifest = json.loads((folder / "out" / "checkpoints" / "step_00000008" / "manifest.json").read_text())
+        digests.append({key: about["pieces"][0]["sha256"] for key, about in manifest["tensors"].items()})
+        assert ("recorded for 1 shape" in (folder / "out" / "report.txt").read_text()) == recorded
+    assert digests[0] == digests[1]
+    assert replayed[0] == 8 * training.get("gradient_accumulation", 1) - 1
+    note(f"recorded in CUDA graphs: {name}, 8 steps", f"bit-equal in {len(digests[0])} tensors")
+
+
+class Small(Large):
+    """A model that does what a recording cannot repeat."""
+
+    does = ""
+
+    def build_model(self) -> nn.Module:
+        return _Small(self.does)
+
+
+class _Small(nn.Module):
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(8, 8), does
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.linear(input)
+        if self.does == "waits":
+            return output * output.mean().item()
+        if self.does == "draws":
+            return output * torch.rand(1, device="cpu").to(output.device, non_blocking=True)
+        return output * float(self.training)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"), [("waits", "waits for the GPU or moves to the host"), ("draws", "random numbers on the host")]
+)
+def test_what_cannot_be_recorded_is_one_line(does: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        _steps_of_small(does, lambda model, step: None)
+
+
+def test_a_recording_is_not_used_for_a_model_that_has_changed() -> None:
+    """Frozen parameters, other modes and other memory: gradients are those of steps without recordings."""
+
+    def change(model: nn.Module, step: int) -> None:
+        model.linear.bias.requires_grad_(step != 1)  # type: ignore[union-attr]
+        model.train(step != 2)
+        if step == 3:
+            model.linear.weight.data = model.linear.weight.data.clone() * 2  # type: ignore[union-attr, operator]
+
+    recorded, plain = (_steps_of_small("", change, cuda_graphs=graphs) for graphs in (True, False))
+    assert recorded == plain
+    assert recorded[1][1] is None
+    assert recorded[2][0] == 0.0
+
+
+def _steps_of_small(does: str, change: Callable[[nn.Module, int], None], cuda_graphs: bool = True) -> list[Any]:
+    """Returns for five steps the sums of the gradients of weight and bias."""
+    recipe, training, found = Small(), TrainingConfig(max_steps=1), list[Any]()
+    recipe.does = does
+    with SingleStrategy(device="cuda", cuda_graphs=cuda_graphs) as strategy:
+        model, weights = build(recipe.build_model, recipe.weights(), seed=0)
+        plan = recipe.parallel_plan(model)
+        model, optimizer = strategy.prepare(
+            model, lambda m: build_optimizer(training, recipe.param_groups(m)), plan, weights
+        )
+        for step in range(5):
+            change(model, step)
+            batch = MicroBatch({"x": torch.full((2, 8), step + 1.0)}, [0, 0], [0, 1])
+            strategy.forward_backward(model, [batch], recipe, step)
+            found.append([None if p.grad is None else p.grad.sum().item() for p in model.parameters()])
+            strategy.step(optimizer, 1.0)
+    return found
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])

@@ -1,0 +1,90 @@
+"""What recordings in CUDA graphs depend on, and where they are refused. `tests/gpu` makes some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ToyRun
+from torch import nn
+
+from shoal.config.layout import layout_of
+from shoal.config.schema import TrainingConfig
+from shoal.config.schema_distributed import DistributedConfig
+from shoal.errors import UserError
+from shoal.seeding import mix
+from shoal.strategies import SingleStrategy
+from shoal.strategies.engines.plain import PlainEngine
+from shoal.strategies.executors import Surroundings
+from shoal.strategies.recorded import Recorded, _check_host_generators
+
+
+def recorded_of(model: nn.Module) -> Recorded:
+    layout, cpu = layout_of(TrainingConfig(max_steps=1), DistributedConfig(), 1, 1), torch.device("cpu")
+    engine = PlainEngine(layout, cpu, None, "sum")
+    return Recorded(engine, Surroundings(cpu, "fp32", mix(0), (0,), None), model)
+
+
+CHANGES: dict[str, Callable[[nn.Sequential, dict[str, Any]], Any]] = {
+    "a frozen parameter": lambda model, batch: model[0].weight.requires_grad_(False),
+    "other memory": lambda model, batch: setattr(model[0].weight, "data", model[0].weight.data.clone()),
+    "a buffer": lambda model, batch: model[2].register_buffer("running_mean", torch.ones(3)),
+    "another mode": lambda model, batch: model.eval(),
+    "the mode of a part": lambda model, batch: model[2].eval(),
+    "another dropout": lambda model, batch: setattr(model[1], "p", 0.25),
+    "another length": lambda model, batch: batch.update(x=torch.zeros(2, 5)),
+    "another type": lambda model, batch: batch.update(x=torch.zeros(2, 4, dtype=torch.float64)),
+    "other numbers that the host can read": lambda model, batch: batch.update(x=torch.ones(2, 4)),
+    "another option": lambda model, batch: batch.update(scale=3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recording_is_for_one_state_of_the_model_and_one_kind_of_batch(change: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+    batch: dict[str, Any] = {"x": torch.zeros(2, 4), "scale": 2}
+    before = recorded_of(model)._key(batch)
+    assert before == recorded_of(model)._key({"x": torch.zeros(2, 4), "scale": 2})
+    CHANGES[change](model, batch)
+    assert before != recorded_of(model)._key(batch)
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "numpy.random.rand()", "torch.rand(1)"])
+def test_draws_on_the_host_are_refused(draw: str) -> None:
+    surroundings = recorded_of(nn.Linear(1, 1)).surroundings
+    surroundings.seed(3, 0)
+    _check_host_generators(surroundings, (3, 0))
+    surroundings.seed(3, 0)
+    eval(draw, {"random": __import__("random"), "numpy": __import__("numpy"), "torch": torch})
+    with pytest.raises(UserError, match="draws random numbers on the host"):
+        _check_host_generators(surroundings, (3, 0))
+
+
+@pytest.mark.parametrize(
+    ("distributed", "training", "size", "said"),
+    [
+        ({"strategy": "ddp"}, {}, 2, "strategy ddp on 2 processes"),
+        ({"strategy": "fsdp"}, {}, 2, "strategy fsdp on 2 processes"),
+        ({"strategy": "mesh", "mesh": {"tp": 2}}, {}, 2, "strategy mesh on 2 processes"),
+        ({"strategy": "deepspeed", "zero_stage": 1}, {}, 1, "this is strategy deepspeed"),
+        ({}, {"activation_checkpointing": {"mode": "full", "offload": True}}, 1, "copies to host memory"),
+        ({}, {"body": "mine:steps"}, 1, "training.body = 'mine:steps' computes steps itself"),
+    ],
+)
+def test_layouts_without_recordings_are_refused(
+    distributed: dict[str, Any], training: dict[str, Any], size: int, said: str
+) -> None:
+    config = TrainingConfig(max_steps=1, cuda_graphs=True, **training)
+    with pytest.raises(UserError, match=said):
+        layout_of(config, DistributedConfig(**distributed), size, size)
+
+
+def test_the_report_says_that_the_cpu_has_no_cuda_graphs(toy: ToyRun) -> None:
+    toy.train("training.cuda_graphs=true", "training.max_steps=2")
+    assert "training.cuda_graphs: the run is on cpu" in (toy.folder / "out" / "report.txt").read_text()
+
+
+def test_a_strategy_in_python_takes_the_option() -> None:
+    assert SingleStrategy(device="cpu", cuda_graphs=True).layout.cuda_graphs
