@@ -22,11 +22,13 @@ from shoal.strategies.engines.plain import NOTHING, PlainEngine
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
-from shoal.tensors import map_tensors
+from shoal.tensors import map_tensors, module_state_kept
 from shoal.torch_private import DROPOUT, foreach_norm, foreach_zero_
 from shoal.types import Objective
 
 KEY = "training.cuda_graphs = true"
+RECORDING = ("recording",)
+"""The place in the run that generators are seeded from while a micro-batch is recorded."""
 MOST = 8
 """The most shapes that are recorded: each recording has its own copy of the batch, and takes a while."""
 PLAIN_BEFORE_WARNING = 32
@@ -136,42 +138,49 @@ class Recorded(InTurn):
 
         Afterwards gradients are those of the recording.
         """
-        _check_host_generators(self.surroundings, place)
         if not self._gradients:
             self._gradients = [(p, p.grad) for p in self._trained if p.grad is not None]
         norms = foreach_norm([gradient for _, gradient in self._gradients])
         self._place_gradients()
-        own_batch = map_tensors(torch.clone, batch)
-        own_scale, graph = scale.clone(), torch.cuda.CUDAGraph()
+        with module_state_kept([self.engine.module]):  # the comparison computes the micro-batch once more
+            recording = self._captured(map_tensors(torch.clone, batch), scale.clone(), recipe, measures)
+            foreach_zero_([gradient for _, gradient in self._gradients])
+            self.surroundings.seed(*place)
+            recording.graph.replay()
+        found = foreach_norm([gradient for _, gradient in self._gradients])
+        pairs = zip([loss, *norms], [recording.loss, *found], strict=True)
+        if not all(torch.allclose(one, other, rtol=1e-3, equal_nan=True) for one, other in pairs):
+            raise UserError(
+                f"{KEY}: the recording of a micro-batch computes otherwise than its model does (the loss is "
+                f"{recording.loss.item():g} and not {loss.item():g}, or gradients differ): the model or the recipe "
+                "changes from call to call, or recomputed blocks have dropout and are not compiled; leave it out"
+            )
+        self.recordings[key] = recording
+
+    def _captured(self, batch: Any, scale: Tensor, recipe: Objective, measures: Measures) -> Recording:
+        """Returns a recording that reads this batch and this scale. The device computes nothing meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        # Other seeds than in the comparison, so that random numbers that got into the recording are found there.
+        self.surroundings.seed(*RECORDING)
         try:
             # Other threads read data and save checkpoints meanwhile, which would end a capture of all threads.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                with self.surroundings.enter(recipe, own_batch, own_scale):
-                    output = self.engine.module(**model_inputs(recipe, own_batch))
-                    own_loss, beside = measures.split_loss(output, own_batch)
-                own_loss.backward(own_scale)
-                own_loss = own_loss.detach().float()
+                with self.surroundings.enter(recipe, batch, scale):
+                    output = self.engine.module(**model_inputs(recipe, batch))
+                    loss, beside = measures.split_loss(output, batch)
+                loss.backward(scale)
+                loss = loss.detach().float()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             first = error.__context__ or error  # ending a failed capture fails, too
             raise UserError(
                 f"{KEY}: the forward and backward cannot be recorded, because something in them waits for the GPU or "
                 f"moves to the host ({one_line(first, 200)}); leave it out"
             ) from error
+        check_host_generators(self.surroundings)
         self._pool = self._pool or graph.pool()
-        kept = output if measures.has_metrics else None
-        recording = Recording(graph, _tensors_of(own_batch), own_scale, own_loss, kept, beside)
-        foreach_zero_([gradient for _, gradient in self._gradients])
-        self.surroundings.seed(*place)
-        graph.replay()
-        found = foreach_norm([gradient for _, gradient in self._gradients])
-        pairs = zip([loss, *norms], [recording.loss, *found], strict=True)
-        if not all(torch.allclose(one, other, rtol=1e-3, equal_nan=True) for one, other in pairs):
-            raise UserError(
-                f"{KEY}: the recording of a micro-batch computes otherwise than its model does (the loss is "
-                f"{recording.loss.item():g} and not {loss.item():g}, or gradients differ); the model or the recipe "
-                "changes from call to call, so leave it out"
-            )
-        self.recordings[key] = recording
+        return Recording(graph, _tensors_of(batch), scale, loss, output if measures.has_metrics else None, beside)
 
     def _replay(
         self, recording: Recording, batch: Any, scale: Tensor, measures: Measures, step: int, index: int
@@ -209,10 +218,11 @@ def _described(tensor: Tensor) -> Any:
     return (*about, tensor.tolist()) if tensor.device.type == "cpu" else about
 
 
-def _check_host_generators(surroundings: Surroundings, place: tuple[int, int]) -> None:
-    """Refuses a forward that has drawn from a generator of the host: a recording would repeat the same numbers."""
+def check_host_generators(surroundings: Surroundings) -> None:
+    """Refuses what has drawn from a generator of the host since they were seeded for a recording, which would repeat
+    the same numbers."""
     drawn = draw_from_all()
-    surroundings.seed(*place)
+    surroundings.seed(*RECORDING)
     if drawn != draw_from_all():
         raise UserError(
             f"{KEY}: the model or the recipe draws random numbers on the host (Python's, NumPy's, or torch's on the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import random
 from collections.abc import Callable
 from datetime import date
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from conftest import ToyRun
 from models.bdh_levels import errors_beside_plain
 from pool import Pool
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from verify.runs import runner_on
 
 import shoal
@@ -497,19 +499,26 @@ class Small(Large):
 class _Small(nn.Module):
     def __init__(self, does: str) -> None:
         super().__init__()
-        self.linear, self.does = nn.Linear(8, 8), does
+        self.linear, self.norm, self.does = nn.Linear(8, 8), nn.BatchNorm1d(8), does
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.linear(input)
+        output: Tensor = self.linear(input) + self.norm(input)
         if self.does == "waits":
             return output * output.mean().item()
+        if self.does == "drops":  # while it is recomputed, eager code sets the generator to what it was at a capture
+            return checkpoint(lambda x: nn.functional.dropout(x, 0.5), output, use_reentrant=False)
         if self.does == "draws":
-            return output * torch.rand(1, device="cpu").to(output.device, non_blocking=True)
+            return output * random.random()
         return output * float(self.training)
 
 
 @pytest.mark.parametrize(
-    ("does", "said"), [("waits", "waits for the GPU or moves to the host"), ("draws", "random numbers on the host")]
+    ("does", "said"),
+    [
+        ("waits", "waits for the GPU or moves to the host"),
+        ("draws", "random numbers on the host"),
+        ("drops", "computes otherwise"),
+    ],
 )
 def test_what_cannot_be_recorded_is_one_line(does: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -532,7 +541,7 @@ def test_a_recording_is_not_used_for_a_model_that_has_changed() -> None:
 
 
 def _steps_of_small(does: str, change: Callable[[nn.Module, int], None], cuda_graphs: bool = True) -> list[Any]:
-    """Returns for five steps the sums of the gradients of weight and bias."""
+    """Returns for five steps the sums of the gradients of all parameters, and of the buffers."""
     recipe, training, found = Small(), TrainingConfig(max_steps=1), list[Any]()
     recipe.does = does
     with SingleStrategy(device="cuda", cuda_graphs=cuda_graphs) as strategy:
@@ -543,9 +552,10 @@ def _steps_of_small(does: str, change: Callable[[nn.Module, int], None], cuda_gr
         )
         for step in range(5):
             change(model, step)
-            batch = MicroBatch({"x": torch.full((2, 8), step + 1.0)}, [0, 0], [0, 1])
+            batch = MicroBatch({"x": torch.arange(16.0).view(2, 8) * (step + 1)}, [0, 0], [0, 1])
             strategy.forward_backward(model, [batch], recipe, step)
-            found.append([None if p.grad is None else p.grad.sum().item() for p in model.parameters()])
+            gradients = [None if p.grad is None else p.grad.sum().item() for p in model.parameters()]
+            found.append([*gradients, *(buffer.sum().item() for buffer in model.buffers())])
             strategy.step(optimizer, 1.0)
     return found
 

@@ -18,7 +18,7 @@ from shoal.seeding import mix
 from shoal.strategies import SingleStrategy
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import Surroundings
-from shoal.strategies.recorded import Recorded, _check_host_generators
+from shoal.strategies.recorded import RECORDING, Recorded, check_host_generators
 
 
 def recorded_of(model: nn.Module) -> Recorded:
@@ -54,12 +54,12 @@ def test_a_recording_is_for_one_state_of_the_model_and_one_kind_of_batch(change:
 @pytest.mark.parametrize("draw", ["random.random()", "numpy.random.rand()", "torch.rand(1)"])
 def test_draws_on_the_host_are_refused(draw: str) -> None:
     surroundings = recorded_of(nn.Linear(1, 1)).surroundings
-    surroundings.seed(3, 0)
-    _check_host_generators(surroundings, (3, 0))
-    surroundings.seed(3, 0)
+    surroundings.seed(*RECORDING)
+    check_host_generators(surroundings)
+    surroundings.seed(*RECORDING)
     eval(draw, {"random": __import__("random"), "numpy": __import__("numpy"), "torch": torch})
     with pytest.raises(UserError, match="draws random numbers on the host"):
-        _check_host_generators(surroundings, (3, 0))
+        check_host_generators(surroundings)
 
 
 @pytest.mark.parametrize(
