@@ -51,6 +51,7 @@ bench-gpu: .venv/.ready-bench
 	$(BIN)/python benchmarks/llama.py --steps 8 --at-once 4 --cases "raw;single, loss in 8 chunks" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --large --steps 5 --cases "transformers, bf16;8B, bf16" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --steps 8 --cases "peer;shoal, recomputed, compiled;shoal, compiled" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --cases "peer;shoal, recorded" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind lora --steps 6 --cases "peer;shoal, recomputed, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind full --steps 8 --write docs/benchmarks.md
 

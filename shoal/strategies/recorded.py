@@ -140,8 +140,8 @@ class Recorded(InTurn):
         """
         if not self._gradients:
             self._gradients = [(p, p.grad) for p in self._trained if p.grad is not None]
-        norms = foreach_norm([gradient for _, gradient in self._gradients])
         self._place_gradients()
+        norms = foreach_norm([gradient for _, gradient in self._gradients])
         with module_state_kept([self.engine.module]):  # the comparison computes the micro-batch once more
             recording = self._captured(map_tensors(torch.clone, batch), scale.clone(), recipe, measures)
             foreach_zero_([gradient for _, gradient in self._gradients])
@@ -152,8 +152,8 @@ class Recorded(InTurn):
         if not all(torch.allclose(one, other, rtol=1e-3, equal_nan=True) for one, other in pairs):
             raise UserError(
                 f"{KEY}: the recording of a micro-batch computes otherwise than its model does (the loss is "
-                f"{recording.loss.item():g} and not {loss.item():g}, or gradients differ): the model or the recipe "
-                "changes from call to call, or recomputed blocks have dropout and are not compiled; leave it out"
+                f"{recording.loss.item():g} and not {loss.item():g}, or gradients differ), because the model or the "
+                "recipe changes from call to call; leave it out"
             )
         self.recordings[key] = recording
 

@@ -499,14 +499,17 @@ class Small(Large):
 class _Small(nn.Module):
     def __init__(self, does: str) -> None:
         super().__init__()
-        self.linear, self.norm, self.does = nn.Linear(8, 8), nn.BatchNorm1d(8), does
+        self.linear, self.norm, self.does, self.calls = nn.Linear(8, 8), nn.BatchNorm1d(8), does, 0
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.linear(input) + self.norm(input)
         if self.does == "waits":
             return output * output.mean().item()
-        if self.does == "drops":  # while it is recomputed, eager code sets the generator to what it was at a capture
-            return checkpoint(lambda x: nn.functional.dropout(x, 0.5), output, use_reentrant=False)
+        if self.does == "changes":
+            self.calls += 1
+            return output * self.calls
+        if self.does == "drops":  # and again while it is recomputed
+            output = checkpoint(lambda x: nn.functional.dropout(x, 0.5), output, use_reentrant=False)
         if self.does == "draws":
             return output * random.random()
         return output * float(self.training)
@@ -517,7 +520,7 @@ class _Small(nn.Module):
     [
         ("waits", "waits for the GPU or moves to the host"),
         ("draws", "random numbers on the host"),
-        ("drops", "computes otherwise"),
+        ("changes", "computes otherwise"),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(does: str, said: str) -> None:
@@ -534,7 +537,7 @@ def test_a_recording_is_not_used_for_a_model_that_has_changed() -> None:
         if step == 3:
             model.linear.weight.data = model.linear.weight.data.clone() * 2  # type: ignore[union-attr, operator]
 
-    recorded, plain = (_steps_of_small("", change, cuda_graphs=graphs) for graphs in (True, False))
+    recorded, plain = (_steps_of_small("drops", change, cuda_graphs=graphs) for graphs in (True, False))
     assert recorded == plain
     assert recorded[1][1] is None
     assert recorded[2][0] == 0.0
