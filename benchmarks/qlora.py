@@ -118,7 +118,7 @@ def measure(kind: Kind, name: str, steps: int, size: tuple[int, int], small: boo
         step = peer_step(kind, sizes, tokens.to(device))
     else:
         step = shoal_step(kind, sizes, tokens, device, training)
-    return time_steps(step, steps, rows * length)
+    return time_steps(step, steps, rows * length, recorded=bool(training and training.get("cuda_graphs")))
 
 
 def peer_step(kind: Kind, sizes: dict[str, Any], tokens: Any) -> Callable[[], Any]:

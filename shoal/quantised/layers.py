@@ -192,7 +192,7 @@ def _can_join(gradient: Tensor, right: Tensor, columns: int) -> bool:
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # As attributes: a recomputation ends with the last tensor that is saved, so the last product is not repeated.
-    _, ctx.weight, ctx.statistics, _, ctx.left, ctx.right, *ctx.options, _ = inputs
+    _, ctx.weight, ctx.statistics, _, ctx.left, ctx.right, *ctx.options, ctx.transposed = inputs
     # Of attributes torch does not notice that they have changed.
     ctx.versions = None if ctx.left is None or torch.compiler.is_compiling() else _versions(ctx)
 
@@ -211,7 +211,8 @@ def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
         for_input, for_left = joined[..., :columns], joined[..., columns:]
     else:
         if ctx.needs_input_grad[0]:
-            for_input = _multiply_4bit(gradient, ctx.weight, ctx.statistics, None, None, None, *ctx.options, True)
+            weight = ctx.weight, ctx.statistics
+            for_input = _multiply_4bit(gradient, *weight, None, None, None, *ctx.options, not ctx.transposed)
         if ctx.needs_input_grad[4]:
             for_left = gradient @ ctx.right
     by_token = gradient.reshape(-1, gradient.shape[-1])

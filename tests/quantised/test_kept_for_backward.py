@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from shoal.lora import LoraConfig, dropout
 from shoal.lora.adapters import add_adapters
 from shoal.quantised import FourBit, QuantisedLinear, layers, quantise_layers
 from shoal.quantised.layers import add_product
+from shoal.torch_private import TorchDispatchMode
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.compile import CompiledModules
 from shoal.transform.kernels import apply_kernels
@@ -171,6 +173,49 @@ def test_the_operator_is_registered_as_torch_wants() -> None:
     factors = torch.randn(3, 5, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
     for added in ((None, None), factors):
         torch.library.opcheck(torch.ops.shoal.multiply_4bit.default, (*tensors, *added, *options))
+    joined = torch.randn(3, 5, 32), layer.weight, layer.statistics, torch.randn(32, 4), *options[:-1]
+    torch.library.opcheck(torch.ops.shoal.multiply_4bit_joined.default, joined)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_an_input_and_an_adapter_are_one_product(
+    quick_compile: None, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """As on GPUs. They are those of two products, and so are second derivatives, which take two."""
+    torch.manual_seed(0)
+    layer = QuantisedLinear(nn.Linear(128, 96).requires_grad_(False), FourBit(double=True))
+    forward = torch.compile(layer) if compiled else layer
+    inputs = [torch.randn(size, requires_grad=True) for size in ((2, 5, 128), (2, 5, 8), (96, 8))]
+    with torch.no_grad():
+        to_output = torch.randn_like(layer(inputs[0]))
+    expected = torch.autograd.grad(layer(inputs[0], (inputs[1], inputs[2])), inputs, to_output)
+    monkeypatch.setattr(layers, "why_no_triton", lambda device: None)
+    monkeypatch.setattr(layers, "add_product", lambda output, left, right: output.addmm_(left, right.mT))
+    torch._dynamo.reset()
+    output = forward(inputs[0], (inputs[1], inputs[2]))
+    with Products() as products:
+        found = torch.autograd.grad(output, inputs, to_output)
+    assert products.names["shoal::multiply_4bit_joined"] == 1
+    assert products.names["shoal::multiply_4bit"] == 0
+    torch.testing.assert_close(found, expected)
+    if not compiled:
+        square = layer(inputs[0], (inputs[1], inputs[2])).square().sum()
+        (first,) = torch.autograd.grad(square, inputs[0], create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), inputs[0])
+        matrix = layer.dequantise()
+        torch.testing.assert_close(second, (2 * matrix.mT @ matrix).sum(1).expand_as(second))
+
+
+class Products(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name().split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("alpha", [4, 12])

@@ -1,0 +1,49 @@
+"""Operators that are written in Python: torch treats them as its own, and a call costs the host little."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.lora.dropout import drop, dropped_product
+
+SEED = torch.tensor(3)
+
+
+def python_calls(function: Any, *args: Any) -> int:
+    """Returns how many Python functions a call runs. The first one fills caches."""
+    function(*args)
+    calls = [0]
+    sys.setprofile(lambda frame, event, arg: calls.__setitem__(0, calls[0] + (event == "call")))
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+def test_a_call_runs_little_besides_the_function() -> None:
+    """torch.library.custom_op would run five more functions, two of them to switch torch.compile off."""
+    x, alike = torch.randn(4, 8), torch.library.custom_op("shoal_tests::nothing", mutates_args=())(nothing)
+    from shoal.operators import operator
+
+    ours = operator("nothing_for_tests")(nothing)
+    with torch.no_grad():
+        assert python_calls(ours, x) <= 2
+        assert python_calls(ours, x) < python_calls(alike, x)
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x.new_empty(2)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_operators_of_adapters_are_registered_as_torch_wants(p: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+    torch.library.opcheck(drop, (x, SEED, p))
+    torch.library.opcheck(dropped_product, (x, weight, weight.detach().clone(), SEED, p, 0.5))
