@@ -305,6 +305,11 @@ class Loop:
                 f"{key} is for recipes: a loop of your own exchanges gradients in the backward; use a recipe, or "
                 "shoal.GradientCompressor with torch's DistributedDataParallel"
             )
+        if layout.cuda_graphs:
+            raise UserError(
+                "training.cuda_graphs = true records a recipe's forward and loss, and a loop of your own computes them "
+                "itself; use a recipe, or leave it out"
+            )
         if layout.loss_chunks > 1:
             raise UserError(
                 f"loss_chunks = {layout.loss_chunks}: a loop of your own computes its loss itself; use a recipe"

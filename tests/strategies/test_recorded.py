@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from conftest import ToyRun
@@ -15,10 +16,10 @@ from shoal.config.schema import TrainingConfig
 from shoal.config.schema_distributed import DistributedConfig
 from shoal.errors import UserError
 from shoal.seeding import mix
-from shoal.strategies import SingleStrategy
+from shoal.strategies import Loop, SingleStrategy
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import Surroundings
-from shoal.strategies.recorded import RECORDING, Recorded, check_host_generators
+from shoal.strategies.recorded import RECORDING, Recorded, Recording, _contents, check_host_generators
 
 
 def recorded_of(model: nn.Module) -> Recorded:
@@ -45,10 +46,47 @@ CHANGES: dict[str, Callable[[nn.Sequential, dict[str, Any]], Any]] = {
 def test_a_recording_is_for_one_state_of_the_model_and_one_kind_of_batch(change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
     batch: dict[str, Any] = {"x": torch.zeros(2, 4), "scale": 2}
-    before = recorded_of(model)._key(batch)
-    assert before == recorded_of(model)._key({"x": torch.zeros(2, 4), "scale": 2})
+    recorded = recorded_of(model)
+    before = recorded._state(), [*_contents(batch)]
+    assert before == (recorded._state(), [*_contents({"x": torch.zeros(2, 4), "scale": 2})])
     CHANGES[change](model, batch)
-    assert before != recorded_of(model)._key(batch)
+    assert before != (recorded._state(), [*_contents(batch)])
+
+
+class Batch:
+    """As some libraries have them; a copy of its tensors cannot be made without knowing it."""
+
+    x = torch.zeros(2)
+
+
+@pytest.mark.parametrize("content", [Batch(), torch.eye(2).to_sparse(), {"a": [np.zeros(2)]}])
+def test_batches_that_cannot_be_copied_are_refused(content: Any) -> None:
+    with pytest.raises(UserError, match="which a recording cannot copy"):
+        [*_contents(content)]
+
+
+def test_a_recording_is_compared_often_at_first_and_then_now_and_then() -> None:
+    recording = Recording(None, [], torch.ones(()), cast(Any, None), [], torch.ones(()), None, None)
+    due = [used for used in range(1, 1030) if (setattr(recording, "num_uses", used), recording.is_due())[1]]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
+
+
+def test_python_state_and_loops_of_ones_own_are_refused() -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(UserError, match="is Python state"):
+        recorded_of(nn.Sequential(Counting(2, 2)))
+    with pytest.raises(UserError, match="a loop of your own computes them itself"):
+        Loop(SingleStrategy(device="cpu", cuda_graphs=True)).wrap(nn.Linear(2, 2), build_sgd)
+
+
+def build_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("draw", ["random.random()", "numpy.random.rand()", "torch.rand(1)"])
