@@ -138,7 +138,7 @@ def _gradients(
     to_gates, to_neurons = gate_backward(x, to_y, arranged, decoder, gated, scale)
     to_gates = to_gates.flatten(1, 2)
     normed, deviation = norm_with_deviation(attended)
-    # Gradients of encoders are computed transposed, which takes cuBLAS 15% less time.
+    # Gradients of encoders are computed transposed: by itself, such a product takes cuBLAS 15% less time.
     to_encoder_v = torch.bmm(to_gates.mT, normed.to(x.dtype).flatten(1, 2)).mT if wanted[1] else None
     to_normed = torch.bmm(to_gates, by_neuron_v).view_as(attended)
     del to_gates
