@@ -27,8 +27,7 @@ LARGE = {**SIZES, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_l
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
 SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
-EAGER = {**CHUNKED, "compile": False, "activation_checkpointing": "full"}
-OFFLOADED = {**EAGER, "activation_checkpointing": {"mode": "full", "offload": True}}
+OFFLOADED = {**CHUNKED, "activation_checkpointing": {"mode": "full", "offload": True}}
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
     "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other "
@@ -56,8 +55,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "single, loss in 8 chunks": (1, SINGLE, CHUNKED),
     "single, loss in 8 chunks, fp8": (1, SINGLE, {**CHUNKED, "mixed_precision": "fp8"}),
     "single, loss in 8 chunks, all recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "full"}),
-    "not compiled, loss in 8 chunks, all recomputed": (1, SINGLE, EAGER),
-    "not compiled, loss in 8 chunks, all recomputed, inputs on the host": (1, SINGLE, OFFLOADED),
+    "single, loss in 8 chunks, all recomputed, inputs on the host": (1, SINGLE, OFFLOADED),
     "single, loss in 8 chunks, some recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "selective"}),
     "ddp, world 1": (1, DDP, CHUNKED),
     "ddp, rank 0 of 8": (8, DDP, CHUNKED),

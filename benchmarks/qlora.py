@@ -40,8 +40,12 @@ ONE_BILLION |= {"num_key_value_heads": 8, "vocab_size": 128256}
 CASES: dict[str, dict[str, Any] | None] = {
     "peer, recomputed": None,
     "shoal, recomputed": {**BF16, **RECOMPUTED},
-    "shoal, recomputed, inputs in host memory": {**BF16, "activation_checkpointing": {"mode": "full", "offload": True}},
     "shoal, recomputed, compiled": {**BF16, **RECOMPUTED, "compile": True},
+    "shoal, recomputed, compiled, inputs in host memory": {
+        **BF16,
+        "activation_checkpointing": {"mode": "full", "offload": True},
+        "compile": True,
+    },
     "shoal, compiled": {**BF16, "compile": True},
     "shoal, recorded, recomputed, compiled": {**BF16, **RECOMPUTED, **RECORDED, "compile": True},
     "shoal, recorded, compiled": {**BF16, **RECORDED, "compile": True},

@@ -8,7 +8,7 @@ fully_shard gathers weights, stay outside of all layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -42,7 +42,8 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
     other models in the process would use up the eight; so each class gets a copy of the code, anew at each call.
 
     Views of parameters are made before the graph begins: torch captures no graph of a recomputed block that writes
-    attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward.
+    attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward. They are made in
+    a layer, so that layers that are added afterwards, and may call the forward again in the backward, are outside.
     """
     codes: dict[type[nn.Module], CodeType] = {}
     for module in modules:
@@ -53,8 +54,7 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
         module.forward = torch.compile(forward)
         viewed = [member for member in module.modules() if _VIEWS in vars(member)]
         if viewed:
-            module.register_forward_pre_hook(lambda *_, viewed=viewed: _make_views(viewed))
-            module.register_forward_hook(lambda *_, viewed=viewed: _drop_views(viewed), always_call=True)
+            add_layer(module, partial(_call_with_views_of, viewed))
 
 
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
@@ -89,11 +89,15 @@ def call_with_views(module: nn.Module, forward: Layer, *args: Any, **kwargs: Any
     """Calls a module's forward, which sees the declared views in the place of its parameters."""
     if torch.compiler.is_compiling() or vars(module)[_MADE]:
         return forward(*args, **kwargs)  # the compiled module around it made the views
-    _make_views([module])
+    return _call_with_views_of([module], forward, *args, **kwargs)
+
+
+def _call_with_views_of(modules: list[nn.Module], forward: Layer, *args: Any, **kwargs: Any) -> Any:
+    _make_views(modules)
     try:
         return forward(*args, **kwargs)
     finally:
-        _drop_views([module])
+        _drop_views(modules)
 
 
 def _make_views(modules: list[nn.Module]) -> None:

@@ -476,15 +476,20 @@ class DistributedStrategy(ABC):
         if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
             shared = tensor if shares_vocabulary else None
             engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared)
+        recompute = layout.activation_checkpointing
         if layout.compile:
             engaged.compiled = CompiledModules(model, plan)
-        engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, layout.activation_checkpointing)
-        if layout.activation_checkpointing.offload and self.device.type == "cpu":
+        if engaged.compiled and recompute.offload:
+            engaged.compiled.compile()  # and is recomputed as a whole: nothing could move what is inside of a graph
+        names = engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, recompute)
+        blocks = [model.get_submodule(name) for name in names]
+        if engaged.compiled and recompute.offload:
+            engaged.compiled.check_around(blocks, "training.activation_checkpointing.offload = true")
+        if recompute.offload and self.device.type == "cpu":
             engaged.not_in_force["training.activation_checkpointing.offload"] = "the run is on the CPU"
-        elif layout.activation_checkpointing.offload:
-            blocks = [model.get_submodule(name) for name in engaged.checkpointed_modules]
+        elif recompute.offload:
             engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
-        if engaged.compiled:
+        if engaged.compiled and not recompute.offload:
             engaged.compiled.compile()
 
     def _own_state(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.errors import UserError
 from shoal.forward import add_layer, compile_forwards
 from shoal.types import ParallelPlan
 
@@ -15,8 +16,9 @@ from shoal.types import ParallelPlan
 class CompiledModules:
     """The plan's blocks, or the whole model if it has none, and a count of how often they ran without being compiled.
 
-    It is made before layers such as recomputation are added, and `compile` is called after: torch runs the whole of a
-    recomputed module eagerly if it cannot capture a part, and the innermost layer is where that shows.
+    It is made before layers such as recomputation are added: torch runs the whole of a recomputed module eagerly if it
+    cannot capture a part, and the innermost layer is where that shows. `compile` is called after them, so that they are
+    part of the graphs, or before them if they cannot be.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan):
@@ -29,6 +31,16 @@ class CompiledModules:
     def compile(self) -> None:
         """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside."""
         compile_forwards(self.modules)
+
+    def check_around(self, modules: list[nn.Module], key: str) -> None:
+        """Refuses layers that were added after `compile` to other modules than the compiled ones, so inside of them."""
+        compiled = {id(module) for module in self.modules}
+        if any(id(module) not in compiled for module in modules):
+            raise UserError(
+                f"{key}: with training.compile = true only the compiled blocks themselves can be recomputed, and these "
+                "are the blocks of the recipe's parallel_plan; leave out activation_checkpointing.classes, or set "
+                "training.compile to false"
+            )
 
     def _count_eager_calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -27,7 +27,9 @@ def graphs(folder: Path, mode: str, sequence_parallel: bool, backend: str) -> tu
     torch.compiler.reset()
     counters.clear()
     distributed = {"strategy": "mesh", "mesh": {"tp": 2}, "tensor": {"sequence_parallel": sequence_parallel}}
-    options: dict[str, Any] = {"compile": backend != "none", "activation_checkpointing": {"mode": mode}}
+    mode, _, offload = mode.partition(", ")
+    recompute = {"mode": mode, "offload": bool(offload)}
+    options: dict[str, Any] = {"compile": backend != "none", "activation_checkpointing": recompute}
     run = llama(folder, distributed, global_batch_size=4, learning_rate=0.1, **options)
     compile, recipe = torch.compile, run.recipe_type(run.recipe_config)
     with (
@@ -45,7 +47,8 @@ def graphs(folder: Path, mode: str, sequence_parallel: bool, backend: str) -> tu
         return losses, modules, compile_counts().graphs, compile_counts().breaks
 
 
-CASES = [(mode, sequence, "aot_eager") for mode in ("none", "full", "selective") for sequence in (False, True)]
+MODES = ("none", "full", "full, inputs on the host", "selective")
+CASES = [(mode, sequence, "aot_eager") for mode in MODES for sequence in (False, True)]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from shoal.config import Run, check_run
 from shoal.errors import UserError
 from shoal.models.bdh.model import Level
 from shoal.training import train
+from shoal.transform.activation_checkpointing import num_recomputed
 
 LEAN = {"mixed_precision": "bf16", "activation_checkpointing": "full", "loss_chunks": 3, "eval_steps": 2}
 
@@ -111,6 +112,27 @@ def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
     assert "2 modules, " in row
     assert ("1 graph, no breaks" in row) is not breaks
     assert ("breaks, the last because of: Call to `torch._dynamo.graph_break()`" in row) is breaks
+
+
+def test_compiled_blocks_whose_inputs_go_to_the_host_are_recomputed_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recomputation inside of the graphs would not be counted, and nothing could move its inputs."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    torch.compiler.reset()
+    keys = {"max_steps": 2, "batch_size": 2, "compile": True}
+    recompute = {"activation_checkpointing": {"mode": "full", "offload": True}}
+    before = num_recomputed()
+    outcome = train(in_folder(bdh(tmp_path, **keys, **recompute), tmp_path / "out"))
+    assert num_recomputed() - before == 2 * 2
+    report = (tmp_path / "out" / "report.txt").read_text()
+    assert "2 modules, full" in report
+    assert "2 modules, 1 graph, no breaks" in report
+    plain = train(in_folder(bdh(tmp_path, **keys), tmp_path / "plain"))
+    weights = plain.model.state_dict()
+    for name, tensor in outcome.model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name])
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,25 @@ import pytest
 import torch
 from conftest import ToyRun
 from torch import Tensor, nn
-from transform.test_activation_checkpointing import run, settings, stack
+from transform.test_activation_checkpointing import compile_light, run, settings, stack
 
 from shoal.errors import UserError
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing
+from shoal.torch_private import compile_counts
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
+from shoal.transform.compile import CompiledModules
 from shoal.transform.host_inputs import keep_inputs_on_host
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_gradients_stay_and_inputs_go(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "compiled"), [("full", False), ("selective", False), ("full", True)])
+def test_gradients_stay_and_inputs_go(mode: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are compiled draw the same masks in the recomputation as in their forward."""
+    compile_light(monkeypatch)
+    torch.compiler.reset()
     model, plan, inputs = stack()
-    expected = run(model, inputs)
+    expected, recomputed, graphs = run(model, inputs), num_recomputed(), compile_counts().graphs
+    blocks = CompiledModules(model, plan) if compiled else None
+    if blocks:
+        blocks.compile()
     names = apply_activation_checkpointing(model, plan, settings(mode))
     on_host = keep_inputs_on_host([model.get_submodule(name) for name in names], torch.device("cpu"))
     seen: list[weakref.ref[Tensor]] = []
@@ -40,6 +48,9 @@ def test_gradients_stay_and_inputs_go(mode: str) -> None:
         for value, wanted in zip(run(model, inputs), expected, strict=True):
             assert torch.equal(value, wanted)
     assert on_host.num_kept == 3 * len(names)
+    assert num_recomputed() - recomputed == 2 * len(names)
+    assert compile_counts().graphs - graphs == compiled
+    assert not (blocks and blocks.eager_calls)
 
 
 def test_on_a_cpu_it_is_said_to_have_no_effect(toy: ToyRun) -> None:
@@ -53,7 +64,14 @@ def test_on_a_cpu_it_is_said_to_have_no_effect(toy: ToyRun) -> None:
     ("keys", "words"),
     [
         (["training.activation_checkpointing={offload: true}"], "`every`, `classes` and `offload` have no effect"),
-        (["training.activation_checkpointing={mode: full, offload: true}", "training.compile=true"], "compiled blocks"),
+        (
+            ["training.activation_checkpointing={mode: selective, offload: true}", "training.compile=true"],
+            "mode = selective cannot look into compiled blocks, which offload = true recomputes as a whole",
+        ),
+        (
+            ["training.activation_checkpointing={mode: full, offload: true, classes: [Tanh]}", "training.compile=true"],
+            "only the compiled blocks themselves can be recomputed",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(toy: ToyRun, keys: list[str], words: str) -> None:

@@ -141,9 +141,9 @@ def test_the_matrix(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", {"mode": "full", "offload": True}, "selective"], ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_compiled(pool2: Pool, tmp_path: Path, model: str, recompute: str) -> None:
+def test_compiled(pool2: Pool, tmp_path: Path, model: str, recompute: str | dict[str, Any]) -> None:
     keys = {"compile": True, "activation_checkpointing": recompute, "loss_chunks": 2}
     run = MODELS[model](tmp_path, global_batch_size=8, gradient_accumulation=2, **keys)
     for verdict in prove(run, 2, ["ddp", "fsdp", "fsdp_shard_grad_op"], runner=runner_on(pool2)):
