@@ -252,8 +252,12 @@ class Shell:
             self.agree_to_stop()
 
     def _steps_left(self) -> int:
-        """Returns how many steps this process has to take. A run that a hook has ended takes no more."""
-        is_stopped = self.hooks.run.stop_reason is not None
+        """Returns how many steps this process has to take.
+
+        A run that a hook has ended takes no more, nor one whose evaluation before the first step was cut short: it owes
+        that evaluation to the checkpoint that it went on from.
+        """
+        is_stopped = self.hooks.run.stop_reason is not None or (self.stopped_by and self.step > 0)
         return 0 if is_stopped else max(0, self.total_steps - self.step)
 
     def owes_evaluation(self) -> bool:
@@ -282,9 +286,11 @@ class Shell:
         self.watchdog.at("agreeing whether to stop", self.step)
         agreed = self.strategy.max_over_ranks(self._to_agree_on()) if agreeing is None else agreeing()
         if agreed >= _REQUEST:  # all that the ranks have to say, because the sum is that of one of them
-            self.stopped_by, late = self.hooks.agree((self.stop.signal, int(self.checkpoints.is_late())))
+            stopped_by, late = self.hooks.agree((self.stop.signal, int(self.checkpoints.is_late())))
         else:
-            self.stopped_by, late = divmod(agreed, 2)
+            stopped_by, late = divmod(agreed, 2)
+        # A signal that has cut an evaluation short stays in force: an exchange that began before it does not know it.
+        self.stopped_by = self.stopped_by or stopped_by
         self._save_soon |= late == 1
         return self.stopped_by > 0
 

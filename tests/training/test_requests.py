@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ToyRun
+from pool import Pool
 
 from shoal.checkpoint import step_folder, step_folders
+from shoal.config import load_run
+from shoal.training import train
 
 CALLBACKS = """
 from shoal.callbacks import Callback
@@ -101,4 +106,34 @@ def test_an_evaluation_that_a_signal_cut_short_counts_where_it_belongs(
     resumed = toy.train(*keys, f"checkpoint.mode={best}")
     assert (resumed.step, resumed.stop_reason, resumed.best_step) == (whole.step, whole.stop_reason, whole.best_step)
     for key in ("train/loss", "train/learning_rate", "eval/loss"):
+        assert toy.metrics(key) == toy.metrics(key, toy.folder / "whole")
+
+
+SECOND_OF_TWO_RANKS = 8
+"""The same for two ranks: four steps, three batches of the first evaluation, and one."""
+
+
+def train_signalled(config: Path, overrides: list[str], signal_at: int | None) -> tuple[int, int]:
+    """Returns the last step, and the signal that ended the run."""
+    run = load_run(config, overrides)
+    recipe: Any = run.recipe_type
+    recipe.signal_at = signal_at if os.environ["RANK"] == "1" else None
+    outcome = train(run)
+    return outcome.step, outcome.stopped_by
+
+
+def test_an_evaluation_of_two_ranks_that_a_signal_cut_short_is_made_up_for(
+    toy: ToyRun, pool2: Pool, change_recipe: Callable[[str, str], None]
+) -> None:
+    """What ranks agree on after a step was sent before it, and so before the signal. A run that goes on, and gets a
+    signal in the evaluation that it owes, takes no step before it."""
+    change_recipe("    def loss(self", SIGNALLED)
+    keys = [*KEYS[:2], "checkpoint.every=3", "distributed.strategy=ddp", "logging.console=off"]
+    pool2.run(train_signalled, toy.config, [*keys, f"experiment.output_dir={toy.folder}/whole"], None, init=False)
+    for signal_at in (SECOND_OF_TWO_RANKS, 1):
+        assert pool2.run(train_signalled, toy.config, keys, signal_at, init=False) == [(4, 15)] * 2
+        assert sorted(toy.metrics("eval/loss")) == [2]
+        assert max(toy.metrics()) == 4
+    assert pool2.run(train_signalled, toy.config, keys, None, init=False) == [(6, 0)] * 2
+    for key in ("train/loss", "eval/loss"):
         assert toy.metrics(key) == toy.metrics(key, toy.folder / "whole")
