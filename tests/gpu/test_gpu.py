@@ -332,7 +332,13 @@ def test_no_step_of_a_loop_of_ones_own_waits_for_the_device(toy: ToyRun, note: C
 
 @pytest.mark.parametrize(
     ("heads", "batch", "time", "embd", "neurons", "dropout"),
-    [(4, 3, 512, 256, 8192, 0.1), (2, 3, 40, 16, 128, 0.0), (1, 2, 100, 32, 192, 0.25), (3, 5, 37, 64, 64, 0.1)],
+    [
+        (4, 3, 512, 256, 8192, 0.1),
+        (2, 3, 40, 16, 128, 0.0),
+        (1, 2, 100, 32, 192, 0.25),
+        (3, 5, 37, 64, 64, 0.1),
+        (2, 2, 2600, 256, 1024, 0.1),  # in chunks
+    ],
 )
 def test_the_kernels_of_bdh_are_as_near_to_float64_as_plain_bf16(
     note: Callable[[str, str], None], heads: int, batch: int, time: int, embd: int, neurons: int, dropout: float

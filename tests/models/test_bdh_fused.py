@@ -57,6 +57,7 @@ def trained(
 
 
 def distance(value: Tensor, expected: Tensor) -> float:
+    value, expected = value.detach(), expected.detach()
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
 
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.bdh import gluon_heads
+from shoal.models.bdh.attention import attend_in_chunks, chunks_backward
 from shoal.models.bdh.gradients import norm_with_deviation, through_norm
-from shoal.models.bdh.model import Heads, Memory, norm, rotate
+from shoal.models.bdh.model import LONGEST_AT_ONCE, Heads, Memory, norm, rotate
 from shoal.models.bdh.triton_heads import TritonHeads, prepare_shared, why_not
 
 
@@ -101,13 +102,17 @@ class _Heads(torch.autograd.Function):
         values = x.to(dtype).expand(len(encoder), *x.shape)
         neurons = torch.bmm(values.flatten(1, 2), encoder.to(dtype)).relu()
         keys = rotate(neurons.unflatten(1, by_sample), cos, sin)
-        scores = (keys @ keys.mT).tril(-1)
-        attended = scores @ values
+        sums = None
+        if x.shape[1] > LONGEST_AT_ONCE:
+            attended, scores, sums = attend_in_chunks(keys, x.to(dtype))
+        else:
+            scores = (keys @ keys.mT).tril(-1)
+            attended = scores @ values
         gates = torch.bmm(norm(attended).to(dtype).flatten(1, 2), encoder_v.to(dtype)).relu()
         # The same shape and dtype as in `Heads`, and so the same random numbers.
         gates = F.dropout(gates, dropout)
         y = torch.bmm(neurons * gates, decoder.to(dtype)).sum(0)
-        ctx.save_for_backward(x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gates)
+        ctx.save_for_backward(x, encoder, encoder_v, decoder, cos, sin, neurons, scores, sums, attended, gates)
         ctx.dropout, ctx.dtype = dropout, dtype
         return y.unflatten(0, by_sample)
 
@@ -115,7 +120,7 @@ class _Heads(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, to_y: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients. A name `to_gates` is the gradient with respect to `gates` before their ReLU."""
-        x, encoder, encoder_v, decoder, cos, sin, neurons, scores, attended, gates = ctx.saved_tensors
+        x, encoder, encoder_v, decoder, cos, sin, neurons, scores, sums, attended, gates = ctx.saved_tensors
         _, needs_encoder, needs_encoder_v, needs_decoder, *_ = ctx.needs_input_grad
         dtype, by_sample = ctx.dtype, x.shape[:2]
         values = x.to(dtype).expand(len(encoder), *x.shape)
@@ -136,9 +141,14 @@ class _Heads(torch.autograd.Function):
         del to_gates, to_gated
 
         to_attended = through_norm(to_normed, normed, deviation).to(dtype)
-        to_values = scores.mT @ to_attended
-        to_scores = (to_attended @ values.mT).tril_(-1)
-        to_keys = (to_scores + to_scores.mT) @ rotate(neurons.unflatten(1, by_sample), cos, sin)
+        keys = rotate(neurons.unflatten(1, by_sample), cos, sin)
+        if sums is not None:
+            to_keys, to_values = chunks_backward(keys, x.to(dtype), scores, sums, to_attended)
+        else:
+            to_values = scores.mT @ to_attended
+            to_scores = (to_attended @ values.mT).tril_(-1)
+            to_keys = (to_scores + to_scores.mT) @ keys
+        del keys
         to_neurons += rotate(to_keys, cos, -sin).flatten(1, 2)
         del to_keys
 

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 INIT_STD = 0.02
 ROPE_THETA = 2**16
+CHUNK = 512
+LONGEST_AT_ONCE = 2048
+"""Longer sequences are computed in chunks: above it, all pairs of tokens take more products than chunks and sums."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,24 @@ class Memory:
     def store(self, keys: Tensor, values: Tensor) -> None:
         """Adds the tokens of this chunk."""
         added = keys.mT @ values
-        if self.total is None:
-            self.total = added.to(torch.promote_types(added.dtype, torch.float32))
-        else:
-            self.total += added
+        added = added.to(torch.promote_types(added.dtype, torch.float32))
+        self.total = added if self.total is None else self.total + added
+
+
+def attend(keys: Tensor, values: Tensor, memory: Memory | None = None) -> Tensor:
+    """Returns the sum over earlier tokens of (key · earlier key) · earlier value, (heads, batch, time, embd).
+
+    With a memory, the tokens that it has stored are earlier ones, and it stores these. Long sequences are computed
+    chunk by chunk, each with a memory of those before it, so that the cost of a token does not grow with their length.
+    """
+    length = keys.shape[-2] if keys.shape[-2] <= LONGEST_AT_ONCE else CHUNK
+    before, parts = memory or Memory(), []
+    chunks = [*zip(keys.split(length, -2), values.split(length, -2), strict=True)]
+    for i, (keys, values) in enumerate(chunks, 1):
+        parts.append((keys @ keys.mT).tril(-1) @ values + before.recall(keys))
+        if memory is not None or i < len(chunks):
+            before.store(keys, values)
+    return torch.cat(parts, -2)
 
 
 class State:
@@ -175,11 +192,7 @@ class Heads(nn.Module):
         num_heads = encoder.shape[0]
         x = x.expand(num_heads, *x.shape)
         neurons = torch.einsum("hbtd,hdn->hbtn", x, encoder).relu()
-        keys = rotate(neurons, cos, sin)  # the queries are the same tensor
-        attended = (keys @ keys.mT).tril(-1) @ x
-        if memory is not None:
-            attended = attended + memory.recall(keys)
-            memory.store(keys, x)
+        attended = attend(rotate(neurons, cos, sin), x, memory)  # the queries are the keys
         gates = torch.einsum("hbtd,hdn->hbtn", norm(attended), encoder_v).relu()
         gated = self.dropout(neurons * gates)
         # The sum over heads is outside the einsum: inside, einsum would copy the gated neurons to make them contiguous.

@@ -20,8 +20,9 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.models.bdh import gluon_heads
+from shoal.models.bdh.attention import attend_in_chunks, chunks_backward
 from shoal.models.bdh.gradients import norm_with_deviation, through_norm
-from shoal.models.bdh.model import norm
+from shoal.models.bdh.model import LONGEST_AT_ONCE, norm
 
 
 class Tile(NamedTuple):
@@ -85,11 +86,14 @@ class TritonHeads(torch.autograd.Function):
         shared = prepared or prepare_shared(encoder, encoder_v, decoder.flatten(0, 1), cos, sin)
         arranged, arranged_v, by_neuron, by_neuron_v, decoder, cos, sin = shared
         neurons, keys = encode(values, arranged, cos, sin)
-        scores = earlier_scores(keys).tril(-1)
-        attended = scores @ values
+        if x.shape[1] > LONGEST_AT_ONCE:
+            attended, scores, sums = attend_in_chunks(keys, values)
+        else:
+            scores, sums = earlier_scores(keys).tril(-1), keys.new_empty(len(keys), 0)
+            attended = scores @ values
         gated = gate(norm(attended).to(values.dtype), arranged_v, neurons, dropout, seed)
         y = torch.bmm(gated.flatten(1, 2), decoder).sum(0).view_as(x)
-        kept = (arranged, by_neuron, by_neuron_v, decoder, keys, scores, attended, gated)
+        kept = (arranged, by_neuron, by_neuron_v, decoder, keys, scores, sums, attended, gated)
         ctx.save_for_backward(values, cos, sin, *kept)
         ctx.dropout, ctx.dtypes, ctx.num_inputs = dropout, dtypes, 8 + len(prepared)
         return y
@@ -125,6 +129,7 @@ def _gradients(
     decoder: Tensor,
     keys: Tensor,
     scores: Tensor,
+    sums: Tensor,
     attended: Tensor,
     gated: Tensor,
 ) -> tuple[Tensor | None, ...]:
@@ -144,10 +149,15 @@ def _gradients(
     del to_gates
 
     to_attended = through_norm(to_normed, normed, deviation).to(x.dtype)
-    to_values = scores.mT @ to_attended
-    to_scores = (to_attended @ x.mT).tril(-1)
-    to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
-    to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
+    if x.shape[1] > LONGEST_AT_ONCE:
+        to_keys, to_values = chunks_backward(keys, x, scores, sums, to_attended)
+        to_neurons = neurons_backward(to_keys, to_neurons, cos, sin).flatten(1, 2)
+        del to_keys
+    else:
+        to_values = scores.mT @ to_attended
+        to_scores = (to_attended @ x.mT).tril(-1)
+        to_scores = to_scores + to_scores.mT  # queries and keys are one tensor
+        to_neurons = keys_backward(to_scores, keys, to_neurons, cos, sin).flatten(1, 2)
     to_encoder = torch.bmm(to_neurons.mT, tokens).mT if wanted[0] else None
     to_x = (torch.bmm(to_neurons, by_neuron).float() + to_values.flatten(1, 2)).sum(0)
     return to_x.view_as(x), to_encoder, to_encoder_v, to_decoder
@@ -194,9 +204,8 @@ def _(keys: Tensor) -> Tensor:
 
 
 def _row_groups(time: int) -> list[tuple[int, int]]:
-    """Returns the first row and the end of each group of rows: at least 256, so that the products are quick."""
-    size = max(256, time // 8)
-    return [(first, min(first + size, time)) for first in range(0, time, size)]
+    """Returns the first row and the end of each group of rows: 256, so that the products are quick."""
+    return [(first, min(first + 256, time)) for first in range(0, time, 256)]
 
 
 @register_flop_formula(torch.ops.shoal.bdh_earlier_scores)
@@ -318,12 +327,24 @@ def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor,
     """Returns the gradient of neurons before their ReLU: scores @ keys rotated back, and that through the gating."""
     if gluon_heads.fits_keys(keys):
         return gluon_heads.keys_backward(scores, keys, to_neurons, cos, sin)
+    result: Tensor = neurons_backward(scores @ keys, to_neurons, cos, sin)
+    return result
+
+
+@keys_backward.register_fake
+def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(keys)
+
+
+@custom_op("shoal::bdh_neurons_backward", mutates_args=())
+def neurons_backward(to_keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the gradient of neurons before their ReLU: that of keys rotated back, and that through the gating."""
     from shoal.models.bdh import triton_kernels
 
-    heads, batch, time, width = keys.shape
-    result = torch.empty_like(keys)
+    heads, batch, time, width = to_keys.shape
+    result = torch.empty_like(to_neurons)
     rows = columns = 64
-    tensors = (tensor.flatten(0, 1) for tensor in (scores @ keys, to_neurons, result))
+    tensors = (tensor.flatten(0, 1) for tensor in (to_keys, to_neurons, result))
     *inputs, output = (_described(tensor, (1, rows, columns)) for tensor in tensors)
     tables = (_described(table, (rows, columns // 2)) for table in (cos, sin))
     triton_kernels.neurons_backward[(-(-time // rows) * heads * batch, width // columns)](
@@ -332,9 +353,9 @@ def keys_backward(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor,
     return result
 
 
-@keys_backward.register_fake
-def _(scores: Tensor, keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(keys)
+@neurons_backward.register_fake
+def _(to_keys: Tensor, to_neurons: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(to_neurons)
 
 
 @register_flop_formula([torch.ops.shoal.bdh_encode, torch.ops.shoal.bdh_gate])
