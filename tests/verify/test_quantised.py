@@ -86,14 +86,14 @@ def test_4_bits_in_two_replicas_of_two_shards(pool4: Pool, tmp_path: Path, stora
     assert details["parameter bytes"].startswith("0.50")
 
 
-def trace_offloaded(run: Run, steps: int, shared: Any, adamw: bool) -> Trace:
+def trace_offloaded(run: Run, steps: int, shared: Any, adamw: bool, in_float64: bool) -> Trace:
     """Traces a run whose parameters fully_shard offloads as for `cpu_offload: true`, which needs a GPU; here it moves
     them from the host to the host."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.strategies.engines.fsdp.OffloadPolicy", lambda: CPUOffloadPolicy(pin_memory=False))
-        return trace(run, steps, shared, adamw)
+        return trace(run, steps, shared, adamw, in_float64)
 
 
 @pytest.mark.slow
