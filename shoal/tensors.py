@@ -79,13 +79,15 @@ def module_state_kept(modules: Iterable[nn.Module], except_for: Collection[nn.Mo
     extra = [(m, copy.deepcopy(m.get_extra_state())) for module in modules for _, m in modules_with_extra_state(module)]
     members = [member for module in modules for member in module.modules() if member not in except_for]
     before = [{name: buffer.clone() for name, buffer in member.named_buffers(recurse=False)} for member in members]
-    yield
-    for member, values in zip(members, before, strict=True):
-        for name, buffer in member.named_buffers(recurse=False):
-            if name in values and values[name].shape == buffer.shape:
-                buffer.data.copy_(values[name])
-    for module, value in extra:
-        module.set_extra_state(value)
+    try:
+        yield
+    finally:  # also after an error that somebody handles, such as a lack of memory
+        for member, values in zip(members, before, strict=True):
+            for name, buffer in member.named_buffers(recurse=False):
+                if name in values and values[name].shape == buffer.shape:
+                    buffer.data.copy_(values[name])
+        for module, value in extra:
+            module.set_extra_state(value)
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:
@@ -112,7 +114,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, MutableMapping):
         mapped = copy.copy(tree)  # keeps the class, also one whose constructor takes other arguments than a dict's
-        mapped.update({key: map_tensors(function, value) for key, value in tree.items()})
+        for key, value in tree.items():  # transformers' outputs have no `update`
+            mapped[key] = map_tensors(function, value)
         return mapped
     if isinstance(tree, list | tuple):
         values = [map_tensors(function, value) for value in tree]

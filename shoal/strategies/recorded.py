@@ -10,42 +10,53 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserError, one_line
-from shoal.seeding import draw_from_all
+from shoal.errors import UserError
+from shoal.strategies.cuda_graph import KEY, RECORDING, CudaGraph, check_host_generators, contents_of, tensors_of
 from shoal.strategies.engines.plain import PlainEngine
 from shoal.strategies.executors import InTurn, Surroundings
 from shoal.strategies.measures import Measures
 from shoal.strategies.recipe_results import model_inputs
-from shoal.tensors import map_tensors, module_state_kept, modules_with_extra_state
-from shoal.torch_private import DROPOUT, foreach_norm, foreach_zero_, version_of
+from shoal.tensors import fingerprint, map_tensors, module_state_kept, modules_with_extra_state
+from shoal.torch_private import DROPOUT, foreach_zero_
 from shoal.types import Objective
 
-KEY = "training.cuda_graphs = true"
-RECORDING = ("recording",)
-"""The place in the run that generators are seeded from while a micro-batch is recorded."""
 MOST = 8
 """The most kinds of micro-batches that are recorded: each recording keeps memory."""
 COMPARED_EVERY = 256
 """A recording is compared after 1, 2, 4, 8 … uses, and from then on after every so many."""
 WINDOW = 64
-"""After so many micro-batches without a recording, a warning says so if they are the most."""
-PLAIN_VALUES = (bool, int, float, str, bytes, type(None))
+"""Of so many micro-batches, a warning says so if most were computed without a recording."""
+
+Kind = tuple[Any, ...]
+"""What a recording depends on: the recipe, the state of the model, and the batch except for its numbers."""
+
+
+class Graph(Protocol):
+    """A recording of what a function computes, such as a CUDA graph."""
+
+    def record(self, function: Callable[[], None]) -> None:
+        """Calls a function, of which nothing is computed now."""
+
+    def replay(self) -> None:
+        """Computes what the function would, with what is in the same memory now."""
 
 
 @dataclass
 class Recording:
     """A forward and backward in a CUDA graph: the tensors that it reads and writes."""
 
-    graph: Any
+    graph: Graph
+    batch: Any
+    """Whose tensors the graph reads, after the recipe has written into it."""
     inputs: list[Tensor]
-    """The tensors of the batch."""
+    """The tensors of the batch as the recipe got it."""
     scale: Tensor
     recipe: Objective
     """Whose forward and loss it is; kept, so that no other object gets its id."""
@@ -91,23 +102,37 @@ class Recorded(InTurn):
     Gradients are added to tensors that stay where they are. The optimizer may still set `.grad` to None after a step.
     """
 
-    def __init__(self, engine: PlainEngine, surroundings: Surroundings, model: nn.Module):
+    def __init__(
+        self,
+        engine: PlainEngine,
+        surroundings: Surroundings,
+        model: nn.Module,
+        new_graph: Callable[[Any], Graph] = CudaGraph,
+    ):
+        """`new_graph` gets a graph whose memory the new one may use, or None."""
         super().__init__(engine, surroundings)
         self.num_recorded, self.num_plain = 0, 0
         """How many micro-batches were computed by recordings, and how many without."""
         self.is_paused = False
         """True while somebody watches what forward and backward do, of which a recording shows nothing."""
-        self.recordings: dict[int, Recording] = {}
-        """By the hash of what they depend on."""
+        self.recordings: dict[Kind, Recording] = {}
+        self._new_graph = new_graph
         self._modules = [*model.modules()]
         self._dropouts = [module for module in self._modules if isinstance(module, DROPOUT)]
+        self._attributes: list[tuple[dict[str, Any], str]] = []
+        """Where modules have tensors that are neither parameters nor buffers."""
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._seen: Counter[int] = Counter()
-        self._pool: Any = None
+        """How often a kind came, by its hash."""
+        self._too_large: set[Kind] = set()
+        """Kinds that there was no memory to record."""
+        self._recent = [0, 0]
+        """How many micro-batches there were in the present window, and how many of them without a recording."""
+        self._has_warned = False
         self._compares = True
         if stateful := [name or type(module).__name__ for name, module in modules_with_extra_state(model)]:
             raise UserError(
-                f"{KEY}: {stateful[0]} is Python state (get_extra_state), which recordings skip; leave it out"
+                f"{KEY}: {stateful[0]} is Python state (get_extra_state), which recordings skip; leave the key out"
             )
 
     def forward_backward(
@@ -118,18 +143,19 @@ class Recorded(InTurn):
         losses = []
         for index, (batch, scale) in enumerate(zip(batches, scales, strict=True)):
             task = Task(batch, scale, recipe, measures, (step, index))
-            key = hash((id(recipe), self._state(), *_contents(batch)))
+            kind = self._kind_of(task)
             # Only then gradients afterwards are those of this micro-batch, and can be compared.
             alone = all(parameter.grad is None for parameter in self._parameters())
-            recording = self.recordings.get(key)
-            if recording is None and not (alone and self._is_worth_it(key)):
+            recording, before = self.recordings.get(kind), self.num_plain
+            if recording is None and not (alone and self._is_worth_it(kind)):
                 losses.append(self._compute(task))
             elif recording is None or (alone and self._compares and recording.is_due()):
-                losses.append(self._compute_and_compare(key, task))
+                losses.append(self._compute_and_compare(kind, task))
             else:
                 losses.append(self._replay(recording, task))
             if recording is not None:
                 recording.num_uses += alone
+            self._watch(self.num_plain > before)
         return losses
 
     def describe(self) -> str:
@@ -140,6 +166,9 @@ class Recorded(InTurn):
     def _parameters(self) -> list[nn.Parameter]:
         return [p for module in self._modules for p in module._parameters.values() if p is not None]
 
+    def _kind_of(self, task: Task) -> Kind:
+        return id(task.recipe), self._state(), *contents_of(task.batch, self.surroundings.device)
+
     def _state(self) -> tuple[Any, ...]:
         """Returns what a recording depends on in the model: where its tensors are, what is trained, and modes."""
         tensors = (
@@ -149,126 +178,181 @@ class Recorded(InTurn):
             for tensor in tensors.values()
             if tensor is not None
         )
+        attributes = (tensor.data_ptr() for tensor in self._attribute_tensors())
         modes = (module.training for module in self._modules)
-        return *tensors, *modes, *(module.p for module in self._dropouts)
+        return *tensors, *attributes, *modes, *(module.p for module in self._dropouts)
 
-    def _is_worth_it(self, key: int) -> bool:
+    def _attribute_tensors(self) -> list[Tensor]:
+        values = (attributes.get(name) for attributes, name in self._attributes)
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def _is_worth_it(self, kind: Kind) -> bool:
         """Returns whether to record a micro-batch: the first one, and later those of a kind that came before."""
         if len(self._seen) > 1000:
             self._seen.clear()
-        self._seen[key] += 1
-        return not self.recordings or (self._seen[key] > 1 and len(self.recordings) < MOST)
+        number = hash(kind)
+        self._seen[number] += 1
+        if not self.recordings:
+            return True
+        return self._seen[number] > 1 and len(self.recordings) < MOST and kind not in self._too_large
+
+    def _watch(self, is_plain: bool) -> None:
+        """Warns once if most of the last micro-batches were computed without a recording."""
+        self._recent = [self._recent[0] + 1, self._recent[1] + is_plain]
+        total, plain = self._recent
+        if total < WINDOW:
+            return
+        self._recent = [0, 0]
+        if plain > total // 2 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{KEY}: {plain} of {total} micro-batches were computed without a recording, because their shapes, "
+                "other contents of the batch, or what is trained were new; pad or pack them to one length, leave out "
+                "of the batch what changes, or leave the key out",
+                stacklevel=1,
+            )
 
     def _compute(self, task: Task) -> Tensor:
         """Computes a micro-batch without a recording."""
         self.num_plain += 1
-        if self.num_plain == WINDOW and self.num_plain > self.num_recorded:
-            warnings.warn(
-                f"{KEY}: {self.num_plain} of {self.num_plain + self.num_recorded} micro-batches were computed without "
-                "a recording, because their shapes, other contents of the batch, or what is trained were new; pad or "
-                "pack them to one length, leave out of the batch what changes, or leave the key out",
-                stacklevel=1,
-            )
         batch, recipe = task.batch, task.recipe
         with self.surroundings.enter(recipe, batch, task.scale, *task.place):
             loss = task.measures.loss(self.engine.module(**model_inputs(recipe, batch)), batch, task.place[1])
         loss.backward(task.scale)
         return loss.detach().float()
 
-    def _compute_and_compare(self, key: int, task: Task) -> Tensor:
+    def _compute_and_compare(self, kind: Kind, task: Task) -> Tensor:
         """Computes a micro-batch twice: without a recording, for comparison, and by one, which may have to be made."""
-        recording = self.recordings.get(key)
+        recording, expected = self.recordings.get(kind), None
         try:
-            expected = self._expect(task)
-        except torch.OutOfMemoryError:
+            expected = self._expect(task, recording is None)
             if recording is None:
+                kind = self._kind_of(task)  # the first forward may have registered buffers
+                recording = self._record(task, [(p, self._gradients[p]) for p in expected.norms])
+                recording.num_uses = 1
+        except torch.OutOfMemoryError:
+            if not self.recordings:
                 raise
-            self._compares = False
-            self._drop_gradients()
-            warnings.warn(f"{KEY}: there is no memory to compare recordings with the model any more", stacklevel=1)
-            return self._replay(recording, task)
-        if recording is None:
-            recording = self._record(task, [(p, self._gradients[p]) for p in expected.norms])
-            recording.num_uses = 1
+        if recording is None or expected is None:  # the exception is gone, and with it what it held
+            return self._go_without(kind, recording, task)
+        if self._kind_of(task) != kind:
+            raise UserError(
+                f"{KEY}: the forward puts other tensors in the place of parameters, buffers or attributes, which uses "
+                "of a recording would not see; change them in place (copy_), or leave the key out"
+            )
         loss = self._replay(recording, task)
         _compare(recording, expected)
-        self.recordings[key] = recording
+        self.recordings[kind] = recording
         return loss
 
-    def _expect(self, task: Task) -> Expected:
+    def _go_without(self, kind: Kind, recording: Recording | None, task: Task) -> Tensor:
+        """Computes a micro-batch once, because there is no memory to compute it twice."""
+        self._drop_gradients()
+        warnings.warn(
+            f"{KEY}: there is no memory to "
+            + ("record more kinds of micro-batches" if recording is None else "compare recordings with the model"),
+            stacklevel=1,
+        )
+        if recording is None:
+            self._too_large.add(kind)
+            return self._compute(task)
+        self._compares = False
+        return self._replay(recording, task)
+
+    def _expect(self, task: Task, is_new: bool) -> Expected:
         """Returns what a micro-batch gives without a recording. Leaves gradients and buffers as they were."""
         batch = map_tensors(_copied, task.batch)  # a recipe may write into it
-        before = [version_of(parameter) for parameter in self._parameters()]
+        attributes = self._find_attributes()
+        unseen = [*self._parameters(), *(tensor for _, _, tensor in attributes)]
+        before = self._fingerprints(unseen)
         with module_state_kept([self.engine.module]):
             with self.surroundings.enter(task.recipe, batch, task.scale, *task.place):
                 output = self.engine.module(**model_inputs(task.recipe, batch))
                 loss, _ = task.measures.split_loss(output, batch)
+            del output  # the logits, which a backward that is not recorded does not keep
             loss.backward(task.scale)
-        if before != [version_of(parameter) for parameter in self._parameters()]:
-            raise UserError(f"{KEY}: the forward changes parameters in place, so it cannot be compared; leave it out")
+        if not torch.equal(before, self._fingerprints(unseen)):
+            raise UserError(
+                f"{KEY}: the forward changes parameters or attributes of modules in place, so it cannot be computed "
+                "again for comparison; keep what changes in buffers, or leave the key out"
+            )
+        if is_new:  # what a forward leaves behind in an attribute is no input of the next
+            self._attributes = [(values, name) for values, name, tensor in attributes if values.get(name) is tensor]
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
-        norms = foreach_norm([*gradients.values()], 2, torch.float32)
+        norms = _norms_of([*gradients.values()])
         for parameter, gradient in gradients.items():
             self._gradients.setdefault(parameter, gradient)
         self._drop_gradients()
         return Expected(loss.detach().float(), dict(zip(gradients, norms, strict=True)))
+
+    def _find_attributes(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Returns the tensors on the device that modules have besides parameters and buffers, and where they are."""
+        device = self.surroundings.device.type
+        return [
+            (vars(module), name, value)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if type(value) is Tensor and value.layout == torch.strided and value.device.type == device
+        ]
+
+    def _fingerprints(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns numbers that are others after a change, also after one that autograd does not count."""
+        return torch.stack([fingerprint(tensor.detach()).to(self.surroundings.device) for tensor in tensors])
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters():
             parameter.grad = None
 
     def _record(self, task: Task, gradients: list[tuple[nn.Parameter, Tensor]]) -> Recording:
-        """Returns a recording of a micro-batch. The device computes nothing meanwhile."""
+        """Returns a recording of a micro-batch."""
         batch, scale = map_tensors(_copied, task.batch), task.scale.detach().to(self.surroundings.device, copy=True)
-        inputs, graph, stream = _tensors_of(batch), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        inputs, recipe, made = tensors_of(batch), task.recipe, dict[str, Any]()
         _place(gradients)
         # Other seeds than where it is compared, so that random numbers that got into the recording are found there.
         self.surroundings.seed(*RECORDING)
-        try:
-            # Other threads read data and save checkpoints meanwhile, which would end a capture of all threads.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                with self.surroundings.enter(task.recipe, batch, scale):
-                    output = self.engine.module(**model_inputs(task.recipe, batch))
-                    loss, beside = task.measures.split_loss(output, batch)
-                loss.backward(scale)
-                loss = loss.detach().float()
-        except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # which a capture that fails at its end does not do
-            first = error.__context__ or error  # ending a failed capture fails, too
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
-            raise UserError(
-                f"{KEY}: the forward and backward cannot be recorded, because something in them waits for the GPU or "
-                f"moves to the host ({one_line(first, 200)}); leave it out"
-            ) from error
+
+        def forward_backward() -> None:
+            with self.surroundings.enter(recipe, batch, scale):
+                output = self.engine.module(**model_inputs(recipe, batch))
+                loss, beside = task.measures.split_loss(output, batch)
+            made["output"] = map_tensors(Tensor.detach, output) if task.measures.has_metrics else None
+            made["beside"] = map_tensors(Tensor.detach, dict(beside)) if beside else None
+            del output, beside
+            loss.backward(scale)
+            made["loss"] = loss.detach().float()
+
+        shared = next((recording.graph for recording in self.recordings.values()), None)
+        graph = self._new_graph(shared)
+        graph.record(forward_backward)
         check_host_generators(self.surroundings)
-        if [*map(id, inputs)] != [*map(id, _tensors_of(batch))]:
+        if [*map(id, inputs)] != [*map(id, tensors_of(batch))]:
             raise UserError(
                 f"{KEY}: the recipe puts tensors into the batch, which uses of a recording would not see; "
-                "do that in prepare_batch, or leave it out"
+                "do that in prepare_batch, or leave the key out"
             )
         known = {parameter for parameter, _ in gradients}
         if any(p.grad is not None and p not in known for p in self._parameters()):
             raise UserError(
-                f"{KEY}: parameters get a gradient in some calls of the model and not in others; leave it out"
+                f"{KEY}: parameters get a gradient in some calls of the model and not in others; leave the key out"
             )
         self._drop_gradients()
-        self._pool = self._pool or graph.pool()
-        output = output if task.measures.has_metrics else None
-        return Recording(graph, inputs, scale, task.recipe, gradients, loss, output, beside)
+        return Recording(graph, batch, inputs, scale, recipe, gradients, **made)
 
     def _replay(self, recording: Recording, task: Task) -> Tensor:
         """Computes a micro-batch by a recording."""
         self.num_recorded += 1
         _place(recording.gradients)
-        for own, tensor in zip(recording.inputs, _tensors_of(task.batch), strict=True):
-            own.copy_(tensor)
-        recording.scale.copy_(task.scale)
+        with torch.no_grad():  # a forward may have asked for gradients of the batch
+            for own, tensor in zip(recording.inputs, tensors_of(task.batch), strict=True):
+                own.copy_(tensor)
+            recording.scale.copy_(task.scale)
         self.surroundings.seed(*task.place)
         recording.graph.replay()
-        # A copy, because metrics may keep what they are given, and the next use writes over it.
-        output = map_tensors(torch.clone, recording.output)
-        task.measures.measure(output, task.batch, recording.beside, task.place[1])
+        # Copies, because metrics may keep what they are given, and the next use writes over it.
+        output, batch = recording.output, task.batch
+        if task.measures.has_metrics:
+            output, batch = map_tensors(_copied, output), map_tensors(_copied, recording.batch)
+        task.measures.measure(output, batch, recording.beside, task.place[1])
         return recording.loss.clone()
 
 
@@ -282,14 +366,24 @@ def _place(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.grad = gradient
 
 
+def _norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm of each gradient, in at least float32."""
+    return [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).float()
+        for gradient in gradients
+    ]
+
+
 def _compare(recording: Recording, expected: Expected) -> None:
     """Compares the last use of a recording, which no other micro-batch added to; the host waits for it."""
-    found = torch.stack(foreach_norm([gradient for _, gradient in recording.gradients], 2, torch.float32))
+    found = torch.stack(_norms_of([gradient for _, gradient in recording.gradients]))
     norms = torch.stack([expected.norms.get(p, torch.zeros_like(found[0])) for p, _ in recording.gradients])
+    finite = norms.isfinite()
     # Some gradients are nothing but rounding, as that of a bias before a norm.
-    near = (found - norms).abs() <= 1e-3 * norms + 1e-4 * norms.norm()
-    near |= (found == norms) | (found.isnan() & norms.isnan())
-    if near.all() and torch.allclose(recording.loss, expected.loss, rtol=1e-3, equal_nan=True):
+    near = (found - norms).abs() <= 1e-3 * norms + 1e-4 * norms.where(finite, 0).norm()
+    near = near.where(finite, ~found.isfinite())  # an overflow in fp16 may be infinite or NaN
+    ends = expected.loss.isfinite() | recording.loss.isfinite()
+    if near.all() and (not ends or torch.allclose(recording.loss, expected.loss, rtol=1e-3)):
         return
     raise UserError(
         f"{KEY}: a recording computes otherwise than the model does (loss {recording.loss.item():g} and not "
@@ -298,47 +392,5 @@ def _compare(recording: Recording, expected: Expected) -> None:
     )
 
 
-def _contents(tree: Any) -> Iterator[Any]:
-    """Yields what a recording depends on in a batch: everything but the numbers of tensors on the device."""
-    if isinstance(tree, Tensor) and type(tree) is Tensor and tree.layout == torch.strided and not tree.is_nested:
-        yield from (tree.dtype, tree.device, tree.shape)
-        if tree.device.type == "cpu":  # the host can read it
-            yield repr(tree.tolist())
-    elif isinstance(tree, PLAIN_VALUES):
-        yield tree
-    elif isinstance(tree, MutableMapping):
-        for key, value in tree.items():
-            yield key
-            yield from _contents(value)
-    elif isinstance(tree, list | tuple):
-        yield len(tree)
-        for value in tree:
-            yield from _contents(value)
-    else:
-        raise UserError(
-            f"{KEY}: the batch holds a {type(tree).__name__}, which a recording cannot copy; let prepare_batch return "
-            "dicts and lists of plain tensors, numbers and strings, or leave it out"
-        )
-
-
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _tensors_of(batch: Any) -> list[Tensor]:
-    """Returns the tensors of a batch, in the order in which it names them."""
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, batch)
-    return tensors
-
-
-def check_host_generators(surroundings: Surroundings) -> None:
-    """Refuses what has drawn from a generator of the host since they were seeded for a recording, which would repeat
-    the same numbers."""
-    drawn = draw_from_all()
-    surroundings.seed(*RECORDING)
-    if drawn != draw_from_all():
-        raise UserError(
-            f"{KEY}: the model or the recipe draws random numbers on the host (Python's, NumPy's, or torch's on the "
-            "CPU), which a recording would repeat in every step; draw them on the GPU, or leave it out"
-        )
