@@ -46,6 +46,12 @@ def logical_numel(parameter: Tensor) -> int:
     return int(getattr(parameter, "logical_numel", parameter.numel()))
 
 
+def is_packed(parameter: Tensor) -> bool:
+    """Returns whether a parameter is part of quantised weights, which may have a floating-point dtype and yet are bits
+    that no cast may change."""
+    return hasattr(parameter, "logical_numel")
+
+
 def tensors_with_names(model: nn.Module) -> Iterator[tuple[Tensor, list[str]]]:
     """Yields every parameter and persistent buffer once, with all the names it has (tied weights have several)."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
@@ -93,7 +99,8 @@ def module_state_kept(modules: Iterable[nn.Module], except_for: Collection[nn.Mo
 def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:
     """Puts `replace(parameter)` in the place of each parameter, and returns the new ones by the id of the old.
 
-    A parameter that is tied to another is replaced once, so that the two stay tied.
+    A parameter that is tied to another is replaced once, so that the two stay tied. One of packed weights stays marked
+    as such (see `logical_numel`).
     """
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -101,7 +108,9 @@ def replace_parameters(model: nn.Module, replace: Callable[[nn.Parameter], nn.Pa
             if parameter is None:
                 continue
             if id(parameter) not in replaced:
-                replaced[id(parameter)] = replace(parameter)
+                replaced[id(parameter)] = new = replace(parameter)
+                if is_packed(parameter):
+                    new.logical_numel = parameter.logical_numel  # type: ignore[attr-defined]
             module._parameters[key] = replaced[id(parameter)]
     return replaced
 

@@ -23,7 +23,7 @@ from shoal.lora.adapters import has_adapters, is_adapter_tensor
 from shoal.quantised.layers import PARTS
 from shoal.quantised.sources import Quantisation
 from shoal.seeding import GeneratorsKept
-from shoal.tensors import DTYPES, named_tensors, replace_parameters, tensors_with_names
+from shoal.tensors import DTYPES, is_packed, named_tensors, replace_parameters, tensors_with_names
 from shoal.types import Weights
 from shoal.weights.materialise import build
 
@@ -161,7 +161,7 @@ def build_model(recipe: Any, source: Source, advice: str = "its config was alter
     if (kept := getattr(getattr(recipe.config, "model", None), "dtype", None)) and has_adapters(model):
         # Without autocast whole modules that are trained beside a base in half precision must have its dtype, too.
         for name, parameter in model.named_parameters():
-            if not is_adapter_tensor(name):
+            if not is_adapter_tensor(name) and not is_packed(parameter):
                 parameter.data = parameter.data.to(DTYPES[kept])
     return model.eval()
 

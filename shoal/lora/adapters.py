@@ -32,7 +32,7 @@ from shoal.lora.layers import (
 )
 from shoal.lora.targets import find_parameters, find_targets, modules_to_save
 from shoal.lora.trained_tokens import merge_rows, token_indices, token_layers, train_tokens
-from shoal.tensors import replace_parameters
+from shoal.tensors import is_packed, replace_parameters
 from shoal.types import TensorStyle
 from shoal.weights.conversion import Compute, Source
 
@@ -76,7 +76,7 @@ def add_adapters(
             model,
             lambda p: (
                 p
-                if p.requires_grad or not p.is_floating_point() or hasattr(p, "logical_numel")  # packed weights
+                if p.requires_grad or not p.is_floating_point() or is_packed(p)  # packed weights
                 else nn.Parameter(p.detach().to(frozen_dtype), requires_grad=False)
             ),
         )

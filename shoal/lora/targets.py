@@ -14,6 +14,7 @@ from torch import nn
 from shoal.errors import UserError
 from shoal.lora.config import LoraConfig
 from shoal.lora.layers import is_linear
+from shoal.tensors import is_packed
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def find_parameters(model: nn.Module, lora: LoraConfig) -> dict[str, Target]:
     for key in lora.target_parameters or ():
         names = [name for name in parameters if name == key or name.endswith(f".{key}")]
         if not names:
-            matrices = [name for name, p in parameters.items() if p.ndim > 1 and not hasattr(p, "logical_numel")]
+            matrices = [name for name, p in parameters.items() if p.ndim > 1 and not is_packed(p)]
             experts = [name for name in matrices if parameters[name].ndim == 3]
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts or matrices)
             near = get_close_matches(key, ends, n=1)
@@ -65,7 +66,7 @@ def find_parameters(model: nn.Module, lora: LoraConfig) -> dict[str, Target]:
             raise UserError(f"lora.target_parameters = {key!r}: the model has no such parameter; {hint}")
         for name in names:
             parameter, owner = parameters[name], model.get_submodule(name.rpartition(".")[0])
-            if parameter.ndim not in (2, 3) or isinstance(owner, nn.Embedding) or hasattr(parameter, "logical_numel"):
+            if parameter.ndim not in (2, 3) or isinstance(owner, nn.Embedding) or is_packed(parameter):
                 raise UserError(
                     f"lora.target_parameters = {key!r}: {name} is a parameter {[*parameter.shape]} of a "
                     f"{type(owner).__name__}, which cannot have an adapter; name matrices, or experts of three "

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoal.errors import UserError, one_line
 from shoal.seeding import mix, seed_generators
-from shoal.tensors import replace_parameters
+from shoal.tensors import is_packed, replace_parameters
 from shoal.torch_private import BATCH_NORM
 from shoal.types import Weights
 from shoal.weights.by_name import InitRecorder, draw, parameter_like, why_not_by_name
@@ -108,7 +108,8 @@ def materialise(
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives all fp32 parameters another dtype, on meta or in memory. Buffers keep theirs, such as running statistics.
+    """Gives all fp32 parameters another dtype, on meta or in memory. Buffers keep theirs, such as running statistics,
+    and so do quantised weights.
 
     Refuses a model that trains parameters of a third dtype, or has a BatchNorm, which needs one dtype for both.
     """
@@ -119,7 +120,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
                 "fp32, and torch takes no weights of another dtype; use weights_dtype: fp32"
             )
     for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and not is_packed(parameter):
             parameter.data = parameter.data.to(dtype)
         elif parameter.requires_grad and parameter.dtype != dtype:
             found = str(parameter.dtype).removeprefix("torch.")

@@ -19,8 +19,10 @@ from verify.runs import failed, on_text, runner_on
 import shoal
 from shoal.checkpoint import open_checkpoint
 from shoal.checkpoint.export import export
+from shoal.checkpoint.trained_model import same_bits
 from shoal.config import check_run
 from shoal.errors import UserError
+from shoal.quantised import quantised_layers
 from shoal.recipes.causal_lm import CausalLMRecipe
 from shoal.verify import prove
 
@@ -41,8 +43,28 @@ def train_qlora(tmp_path: Path, folder: Path, text: dict[str, Any], steps: int, 
     return train_norms(tmp_path, model, dataset, steps, recipe="causal_lm", lora=lora, training=training, **keys)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}],
+    ids=str,
+)
+def test_a_loaded_model_has_the_bits_of_its_base(
+    tmp_path: Path, folder: Path, text: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Frozen weights in bf16 are of that dtype; packed weights and their statistics are not touched."""
+    off = {"load_in_4bit": False, "bnb_4bit_use_double_quant": None}
+    step = train_qlora(tmp_path, folder, text, 1, model={**off, **keys, "dtype": "bf16"})
+    base = start(make_recipe(name=str(folder), **keys))
+    layers, expected = (quantised_layers(model) for model in (shoal.load(step), base))
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert same_bits(layer.weight, expected[name].weight)
+        assert same_bits(layer.statistics, expected[name].statistics)
+        assert layer.weight.logical_numel == expected[name].weight.logical_numel
+
+
 def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
-    step = train_qlora(tmp_path, folder, text, 3, model={"bnb_4bit_quant_storage": "bfloat16", "dtype": "bf16"})
+    step = train_qlora(tmp_path, folder, text, 3, model={"dtype": "bf16"})
     checkpoint = open_checkpoint(step)
     stored = [name for name in checkpoint.tensors if name.startswith("model/")]
     assert len(stored) == 8

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UserError
+from shoal.tensors import is_packed
 from shoal.types import ParallelPlan
 
 WrapPolicy = Callable[..., bool]
@@ -84,7 +85,7 @@ def check_units(model: nn.Module, units: Sequence[str], strategy: str) -> None:
                 "store its real and imaginary parts (torch.view_as_real), or use strategy ddp"
             )
         if torch.__version__ < "2.13" and not parameter.is_floating_point():  # fully_shard makes it require a gradient
-            packed = "set model.bnb_4bit_quant_storage: bfloat16" if hasattr(parameter, "logical_numel") else ""
+            packed = "set model.bnb_4bit_quant_storage: bfloat16" if is_packed(parameter) else ""
             raise UserError(
                 f"parameter {name} is {_say(parameter.dtype)}, which strategy {strategy} cannot shard with torch "
                 f"{torch.__version__}; {packed or 'make it a buffer'}, or use torch 2.13 or strategy ddp"
