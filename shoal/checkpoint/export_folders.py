@@ -22,7 +22,15 @@ from shoal.checkpoint.store import Checkpoint
 from shoal.checkpoint.trained_model import Source, build_model, built_in_recipe, compare, make_recipe, same_bits
 from shoal.config.run import import_recipe
 from shoal.errors import UserError
-from shoal.lora.adapters import has_adapters, merge_adapters, merged_bias, merged_weight, remove_adapters
+from shoal.lora.adapters import (
+    has_adapters,
+    is_adapter_tensor,
+    merge_adapters,
+    merged_bias,
+    merged_weight,
+    remove_adapters,
+    untie_adapted,
+)
 from shoal.lora.layers import LowRankLayer
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
 from shoal.lora.trained_tokens import token_indices
@@ -35,6 +43,7 @@ MERGE_INTO = ("original", "dequantised")
 LOGITS_TOLERANCE, HALF_LOGITS_TOLERANCE = 1e-4, 5e-2
 """How much the logits of the reloaded model may differ, relative to the largest: it may add up in another order. In
 half precision that is up to a few percent, on some CPUs more than on others. Tensors are compared to the bit."""
+WITHOUT_BITS = " with its base dequantised"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,11 +63,13 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
     tokens, quantised, trained_dtype = _some_tokens(model), bool(quantised_layers(model)), model.dtype
     notes: tuple[str, ...] = ()
     with _quiet_transformers() as transformers:
-        expected_logits, merged = _logits(recipe, model, tokens), None
+        expected_logits, merged = _dequantised_logits(recipe, model, tokens), None
         if has_adapters(model):
             notes = (f"adapters are merged into the {source.merge_into} weights",)
             if quantised:
-                notes += (_compare_merges(recipe, model, source, tokens, expected_logits),)
+                notes += (_compare_merges(recipe, model, source, tokens),)
+            if untied := untie_adapted(model):
+                notes += (f"{untied} has weights of its own now: its adapter is not that of the module it was tied to",)
             merged = _merge(model, source, recipe.config.model.dtype)
             if quantised and source.merge_into == "original":  # another model than the one that was trained
                 expected_logits = _logits(recipe, model, tokens)
@@ -77,29 +88,40 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
         elif (differs := _first_difference(merged, reloaded.state_dict())) is not None:
             raise UserError(f"{differs} differs in the exported file; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
-    # A merged model may be fp32 where the one that was trained computed in half precision.
-    how = _compare_logits(logits, expected_logits, trained_dtype if quantised and dtype == torch.float32 else dtype)
-    whose = "of the merged model" if quantised and source.merge_into == "original" else "of the checkpoint's model"
+    how = _compare_logits(logits, expected_logits, trained_dtype, dtype)
+    is_other_model = quantised and source.merge_into == "original"
+    whose = "of the merged model" if is_other_model else f"of the checkpoint's model{WITHOUT_BITS * quantised}"
     rounded = f", with weights rounded to {source.dtype}," if source.dtype and not notes else ""
     return (f"its logits equal those {whose}{rounded} {how}", *notes)
 
 
-def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor, trained: Tensor) -> str:
+def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor) -> str:
     """Returns how far the logits of both kinds of merged models are from those of the trained one, whose base is
     quantised. One merged matrix is in memory at a time."""
-    layers, found = quantised_layers(model), []
+    trained, found = _logits(recipe, model, tokens), []
     for kind in MERGE_INTO:
-        if kind == "original" and not source.has_originals(f"{name}.weight" for name in layers):
+        if kind == "original" and not source.has_originals(f"{name}.weight" for name in quantised_layers(model)):
             continue
-        for name, layer in layers.items():
-            layer.original = source.original(f"{name}.weight") if kind == "original" else None
-            layer.forward = partial(_forward_merged, layer)  # type: ignore[method-assign]
-        difference = (_logits(recipe, model, tokens) - trained).abs().max() / trained.abs().max().clamp(min=1e-6)
+        with _computing_merged(model, source if kind == "original" else None):
+            difference = (_logits(recipe, model, tokens) - trained).abs().max() / trained.abs().max().clamp(min=1e-6)
         found.append(f"{difference:.1g} of the largest if merged into the {kind} weights")
+    return f"logits differ from those of the trained model, whose base is quantised, by {', by '.join(found)}"
+
+
+@contextmanager
+def _computing_merged(model: Any, originals: Source | None = None) -> Iterator[None]:
+    """Makes each quantised layer multiply with one matrix: what its weight stands for, or the original that was
+    quantised, with its adapter merged."""
+    layers = quantised_layers(model)
+    for name, layer in layers.items():
+        layer.original = originals.original(f"{name}.weight") if originals is not None else None
+        layer.forward = partial(_forward_merged, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
         for layer in layers.values():
             layer.original = None
             del layer.forward
-    return f"logits differ from those of the trained model, whose base is quantised, by {', by '.join(found)}"
 
 
 def _forward_merged(layer: Any, x: Tensor) -> Tensor:
@@ -140,11 +162,10 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         raise UserError("--to peft: the package peft is missing; run `pip install shoal[hf]`") from None
     model = build_model(recipe, source)
     tokens, dtype, quantised = _some_tokens(model), model.dtype, bool(quantised_layers(model))
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    tensors, trained_tokens = {name_in_folder(model, n): tensor for n, tensor in trained.items()}, token_indices(model)
+    tensors, trained_tokens = _trained_for_peft(model, source), token_indices(model)
     source.num_written = len(tensors)
     with _quiet_transformers() as transformers:
-        expected_logits = _logits(recipe, model, tokens)
+        expected_logits = _dequantised_logits(recipe, model, tokens)
         remove_adapters(model)
         if quantised:
             dequantise(model, model.dtype)  # PEFT knows bitsandbytes' own layers alone
@@ -169,7 +190,22 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
             raise UserError(f"{differs} is another tensor when PEFT has read it; nothing was exported")
         logits = _logits(recipe, reloaded, tokens)
     how = _compare_logits(logits, expected_logits, dtype)
-    return (f"opened by PEFT, its logits equal those of the checkpoint's model {how}", *notes)
+    whose = f"the checkpoint's model{WITHOUT_BITS * quantised}"
+    return (f"opened by PEFT, its logits equal those of {whose} {how}", *notes)
+
+
+def _trained_for_peft(model: Any, source: Source) -> dict[str, Tensor]:
+    """Returns what was trained, as the checkpoint has it, by PEFT's names. PEFT wants a module that is trained as a
+    whole under the name of the one that it is tied to, too."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and not (id(parameter) in names and is_adapter_tensor(name)):
+            names.setdefault(id(parameter), []).append(name)
+    found = {}
+    for first, *others in names.values():
+        found[name_in_folder(model, first)] = tensor = source.read(first)
+        found |= {name_in_folder(model, name): tensor.clone() for name in others}  # the file has no ties
+    return found
 
 
 def _some_tokens(model: Any) -> Tensor:
@@ -178,10 +214,12 @@ def _some_tokens(model: Any) -> Tensor:
     return torch.arange(min(12, getattr(text, "max_position_embeddings", None) or 12))[None] * 7 % text.vocab_size
 
 
-def _compare_logits(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """Returns how near the logits of an exported model are. Raises UserError if they are others."""
+def _compare_logits(logits: Tensor, expected: Tensor, *dtypes: torch.dtype) -> str:
+    """Returns how near the logits of an exported model are. Raises UserError if they are others. `dtypes` are those
+    that the two models computed in."""
     error = ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
-    if not error <= (LOGITS_TOLERANCE if dtype == torch.float32 else HALF_LOGITS_TOLERANCE):
+    is_half = any(dtype != torch.float32 for dtype in dtypes)
+    if not error <= (HALF_LOGITS_TOLERANCE if is_half else LOGITS_TOLERANCE):
         raise UserError(
             f"the exported model computes other logits than the checkpoint's (they differ by {error:g}); nothing was "
             "exported"
@@ -190,9 +228,13 @@ def _compare_logits(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> str
 
 
 def _first_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
-    """Returns the first name whose tensor is missing or differs in its bits, or None."""
+    """Returns the first name whose tensor is missing or differs in its bits, or None. A library may load it in another
+    dtype, such as that of the base."""
     for name, tensor in expected.items():
-        if name not in found or not same_bits(found[name].to(tensor.dtype), tensor):
+        if name not in found:
+            return name
+        dtype = min(tensor.dtype, found[name].dtype, key=lambda dtype: dtype.itemsize)
+        if not same_bits(found[name].to(dtype), tensor.to(dtype)):
             return name
     return None
 
@@ -206,6 +248,13 @@ def _recipe(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.folder} was trained by recipe {name}, which transformers has no model for; {advice}"
         )
     return make_recipe(name, sections)
+
+
+def _dequantised_logits(recipe: Any, model: Any, tokens: Tensor) -> Tensor:
+    """Returns the logits that a model has with its base dequantised, as an exported model computes them: a layer in 8
+    bits also rounds its inputs, and one in 4 bits may compute in another dtype than the model."""
+    with _computing_merged(model):
+        return _logits(recipe, model, tokens)
 
 
 @torch.no_grad()

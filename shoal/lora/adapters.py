@@ -53,6 +53,11 @@ def add_adapters(
     targets, parameters = find_targets(model, lora), find_parameters(model, lora)
     model.requires_grad_(False)
     for name, target in targets.items():
+        if lora.ensure_weight_tying and (tied := _tied_names(model, name)):
+            raise UserError(
+                f"lora.ensure_weight_tying = true: {name} has an adapter and is tied to {tied[0]}; PEFT would put the "
+                "adapter on both, which shoal does not; leave the key out, or take the module out of target_modules"
+            )
         module, scaling = model.get_submodule(name), lora.scaling(target.rank, target.alpha)
         if isinstance(module, nn.Embedding):
             add_to_embedding(module, target.rank, scaling)
@@ -89,15 +94,16 @@ def _is_base_bias(name: str) -> bool:
 def _train_whole(model: nn.Module, name: str, lora: LoraConfig) -> None:
     """Makes all parameters of a module trained; refuses one that is tied to a module outside."""
     module = model.get_submodule(name)
-    own = {id(parameter) for parameter in module.parameters()}
-    if not own:
+    parameters = [*module.parameters()]
+    if not parameters:
         raise UserError(f"lora.modules_to_save: {name} has no parameters to train; leave it out")
-    for other, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and not other.startswith(f"{name}.") and not lora.ensure_weight_tying:
-            raise UserError(
-                f"lora.modules_to_save: {name} is tied to {other.rpartition('.')[0]}, and PEFT would untie them; set "
-                "lora.ensure_weight_tying: true to train both as one, or leave it out"
-            )
+    if any(map(is_packed, parameters)):
+        raise UserError(f"lora.modules_to_save: {name} is quantised, and quantised weights are frozen; leave it out")
+    if (tied := _tied_names(model, name)) and not lora.ensure_weight_tying:
+        raise UserError(
+            f"lora.modules_to_save: {name} is tied to {tied[0]}, and PEFT would untie them; set "
+            "lora.ensure_weight_tying: true to train both as one, or leave it out"
+        )
     module.requires_grad_(True)
 
 
@@ -218,6 +224,29 @@ def _rank(module: Any) -> int:
         return len(module.lora_embedding_A[ADAPTER])
     rank: int = module.lora_A[ADAPTER].out_features
     return rank
+
+
+def untie_adapted(model: Any) -> str:
+    """Gives an embedding or head with an adapter a weight of its own if it is tied, and returns its name.
+
+    Returns an empty text if none is. Once the adapter is merged, the two modules of a tied weight differ.
+    """
+    for name, module in adapted_layers(model):
+        if _tied_names(model, name):
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+            model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+            return name
+    return ""
+
+
+def _tied_names(model: nn.Module, name: str) -> list[str]:
+    """Returns the names of the modules that have parameters of a module and are not inside of it."""
+    own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+    return [
+        other.rpartition(".")[0]
+        for other, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in own and not other.startswith(f"{name}.")
+    ]
 
 
 @torch.no_grad()

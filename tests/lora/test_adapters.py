@@ -280,6 +280,9 @@ def test_a_tied_module_is_trained_with_its_twin_or_refused() -> None:
     model = transformers.LlamaForCausalLM(config)
     add_adapters(model, LoraConfig(**keys, ensure_weight_tying=True))
     assert model.model.embed_tokens.weight.requires_grad
+    keys = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    with pytest.raises(UserError, match=r"embed_tokens has an adapter and is tied to lm_head; PEFT would put"):
+        add_adapters(transformers.LlamaForCausalLM(config), LoraConfig(**keys))
 
 
 def test_a_type_for_frozen_weights_needs_some() -> None:

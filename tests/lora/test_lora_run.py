@@ -214,15 +214,53 @@ def test_a_checkpoint_with_an_adapter_is_for_its_base_alone(
         start(base, model={"load_in_4bit": True})
 
 
-@pytest.mark.slow
 def test_a_base_in_half_precision(root: Path, base: Path) -> None:
+    """What is trained as a whole is exported for PEFT as it was trained, and PEFT rounds it. A merged model may be
+    wider than the one that was trained."""
     tree = tree_for(root, base, {**LORA, "modules_to_save": ["lm_head"]}, out="half_base", mixed_precision="bf16")
     tree["model"]["dtype"] = "bf16"
     train(check_run(tree))
     step = root / "half_base" / "checkpoints" / "step_00000004"
     assert "opened by PEFT" in export(step, root / "half_adapter", "peft")["notes"][1]
-    export(step, root / "half_merged", "hf")
-    assert {t.dtype for t in load_file(root / "half_merged" / "model.safetensors").values()} == {torch.bfloat16}
+    written = load_file(root / "half_adapter" / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
+    assert torch.equal(written, load_file(step / "model.safetensors")["lm_head.weight"])
+    assert written.dtype == torch.float32
+    for dtype, expected in ((None, torch.bfloat16), ("fp32", torch.float32)):
+        export(step, root / f"half_merged_{dtype}", "hf", dtype=dtype)
+        found = load_file(root / f"half_merged_{dtype}" / "model.safetensors").values()
+        assert {tensor.dtype for tensor in found} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("whole", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+        ("head", {"target_modules": ["lm_head", "q_proj"]}),
+        pytest.param("embedding", {"target_modules": ["embed_tokens", "q_proj"]}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_a_tied_model_are_exported(root: Path, name: str, lora: dict[str, Any]) -> None:
+    """An adapter of one of two tied modules is merged into that one alone, which then is no longer tied."""
+    peft = pytest.importorskip("peft")
+    base = save_base(root / f"tied_{name}", tie_word_embeddings=True)
+    train(check_run(tree_for(root, base, {**LORA, **lora}, out=name)))
+    expected = logits(shoal.load(root / name))
+    assert not torch.allclose(expected, logits(transformers.AutoModelForCausalLM.from_pretrained(base)), atol=1e-3)
+    step = root / name / "checkpoints" / "step_00000004"
+    export(step, root / f"{name}_peft", "peft")
+    opened = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), root / f"{name}_peft"
+    )
+    torch.testing.assert_close(logits(opened), expected, rtol=1e-5, atol=1e-5)
+    notes = export(step, root / f"{name}_hf", "hf")["notes"]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(root / f"{name}_hf")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+    is_tied = merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert is_tied == merged.config.tie_word_embeddings == (name == "whole")
+    assert ("has weights of its own now" in " ".join(notes)) == (name != "whole")
+    tree = tree_for(root, base, {**LORA, **lora}, out=f"{name}_again", max_steps=1, learning_rate=1e-9)
+    train(check_run({**tree, "checkpoint": {"init_from": str(root / f"{name}_peft")}}))
+    torch.testing.assert_close(logits(shoal.load(root / f"{name}_again")), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_exported_is_said(root: Path, step_dir: Path, tmp_path: Path) -> None:

@@ -95,6 +95,29 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     assert "opened by PEFT, its logits equal those of the checkpoint's model" in notes
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
+        pytest.param({"load_in_8bit": True, "dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exports_of_a_base_that_computes_in_less(
+    tmp_path: Path, folder: Path, text: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Exported models have the base dequantised and compute in their own dtype, as what they are compared with."""
+    off = {"load_in_4bit": False, "bnb_4bit_use_double_quant": None}
+    step = train_qlora(tmp_path, folder, text, 2, model={**off, **keys})
+    notes = " ".join(export(step, tmp_path / "adapter", "peft")["notes"])
+    assert "its logits equal those of the checkpoint's model with its base dequantised" in notes
+    notes = " ".join(export(step, tmp_path / "merged", "hf", merge_into="dequantised")["notes"])
+    assert "its logits equal those of the checkpoint's model with its base dequantised" in notes
+    assert "logits differ from those of the trained model, whose base is quantised, by" in notes
+
+
 @pytest.mark.slow
 def test_it_resumes_to_the_bit(tmp_path: Path, folder: Path, text: dict[str, Any]) -> None:
     train_qlora(tmp_path, folder, text, 2)
