@@ -203,18 +203,8 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
             f"training.loss_chunks = {layout.loss_chunks}: the head gives the loss and no logits for "
             f"{type(recipe).__name__}.metrics; set it to 1, or remove metrics"
         )
-    if layout.precision == "fp8" and getattr(recipe.config, "lora", None) is not None:
-        raise UserError("training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16")
-    if layout.weights_dtype == "bf16" and getattr(recipe.config, "lora", None) is not None:
-        raise UserError(
-            "training.weights_dtype = bf16 is for training all weights, and lora: trains few; leave it out, and set "
-            "model.dtype: bf16 for the frozen weights"
-        )
-    if layout.compile and getattr(getattr(recipe.config, "lora", None), "target_parameters", None):
-        raise UserError(
-            "training.compile = true: compiled blocks would keep every parameter of lora.target_parameters twice until "
-            "their backward; leave one of them out"
-        )
+    if (lora := getattr(recipe.config, "lora", None)) is not None:
+        _check_adapters(layout, lora, getattr(recipe.config, "model", None))
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)
     data_ranks, stages, schedule = data_size(layout.mesh), layout.mesh["pp"], layout.schedule
@@ -227,6 +217,29 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
                 f"{data_ranks} data-parallel; lower batch_size, or use gpipe"
             )
     return layout
+
+
+def _check_adapters(layout: Layout, lora: Any, model: Any) -> None:
+    """Refuses what does not fit the sections `lora:` and `model:` of a recipe."""
+    if layout.precision == "fp8":
+        raise UserError("training.mixed_precision = fp8 replaces the layers that lora: adapts; use bf16")
+    if layout.weights_dtype == "bf16":
+        raise UserError(
+            "training.weights_dtype = bf16 is for training all weights, and lora: trains few; leave it out, and set "
+            "model.dtype: bf16 for the frozen weights"
+        )
+    if layout.compile and getattr(lora, "target_parameters", None):
+        raise UserError(
+            "training.compile = true: compiled blocks would keep every parameter of lora.target_parameters twice until "
+            "their backward; leave one of them out"
+        )
+    dtype, trains_base = getattr(model, "dtype", None), getattr(lora, "modules_to_save", None) or lora.bias != "none"
+    if layout.precision == "fp32" and dtype in ("bf16", "fp16") and trains_base:
+        key = "modules_to_save" if lora.modules_to_save else f"bias = {lora.bias}"
+        raise UserError(
+            f"model.dtype = {dtype}: lora.{key} trains parameters in fp32 beside it, and torch multiplies the two in "
+            "mixed precision alone; set training.mixed_precision: bf16, or leave model.dtype out"
+        )
 
 
 def check_objectives(layout: Layout, recipe: Any) -> None:

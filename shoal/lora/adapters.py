@@ -65,6 +65,12 @@ def add_adapters(
             dropout, init = lora.lora_dropout, lora.init_lora_weights
             add_to_linear(module, target.rank, scaling, dropout, lora.lora_bias, lora.use_dora, init)
     for name in modules_to_save(model, lora):
+        if name in targets:
+            key = next(key for key in lora.modules_to_save or () if name.endswith(key))
+            raise UserError(
+                f"lora.modules_to_save = {key!r}: it is also the end of {name}, which has an adapter; write more of "
+                "the name, or take the module out of lora.target_modules"
+            )
         _train_whole(model, name, lora)
     add_to_parameters(model, parameters, lora)
     if lora.trainable_token_indices is not None:

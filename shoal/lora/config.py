@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import sqrt
 from typing import Annotated, Any, Literal
@@ -43,12 +44,26 @@ REFUSED = {
 }
 """The fields of PEFT's that are refused unless they are null, false or empty, each with the reason."""
 
+PATTERNS = (
+    "target_modules",
+    "exclude_modules",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
+"""The keys that have regular expressions, or may have them."""
+
 _BY_BASE = ("pissa", "olora", "mica", "eva", "corda", "loftq", "lora_ga", "orthogonal")
 
 
 def _draws_alone(value: Any) -> bool:
     """Returns whether an initialisation is one that needs more than the adapter's own shapes."""
     return isinstance(value, str) and value.startswith(_BY_BASE)
+
+
+def _has_tokens(indices: list[int] | dict[str, list[int]] | str) -> bool:
+    return all(indices.values()) and bool(indices) if isinstance(indices, dict) else bool(indices)
 
 
 class LoraConfig(Section):
@@ -163,6 +178,17 @@ class LoraConfig(Section):
             raise ValueError(f"is not supported: {REFUSED[str(info.field_name)]}; leave it out")
         return None
 
+    @field_validator(*PATTERNS)
+    @classmethod
+    def _check_patterns(cls, value: Any, info: ValidationInfo) -> Any:
+        is_list_of_names = info.field_name in ("target_modules", "exclude_modules") and not isinstance(value, str)
+        for pattern in () if is_list_of_names else [value] if isinstance(value, str) else value or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression ({error}); any characters are .*") from None
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _read_other_names(cls, values: Any) -> Any:
@@ -192,6 +218,10 @@ class LoraConfig(Section):
             (
                 self.target_modules == [] and not self.target_parameters,
                 "target_modules = []: no module gets an adapter; name some, or use all-linear",
+            ),
+            (
+                self.trainable_token_indices is not None and not _has_tokens(self.trainable_token_indices),
+                f"trainable_token_indices = {self.trainable_token_indices}: it names no token; leave it out",
             ),
             *(
                 (

@@ -164,6 +164,8 @@ def _nothing_found(modules: Mapping[str, nn.Module], wanted: list[str] | str, lo
             f"{where}: exclude_modules, modules_to_save or layers_to_transform leave none of the modules that match; "
             "change one of them"
         )
+    if isinstance(wanted, str) and any(name.endswith(f".{wanted}") for name in modules):
+        return f"{where}: a text is a regular expression for the whole name of a module; write a list, [{wanted}]"
     linear = [name for name, module in modules.items() if is_linear(module)]
     parts = [wanted] if isinstance(wanted, str) else wanted
     return f"{where}: no module of the model matches{_nearest(parts, linear)}"

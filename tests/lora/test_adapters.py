@@ -216,6 +216,11 @@ def test_other_spellings() -> None:
         ({"lora_apha": 3}, "lora.lora_apha is not a key; did you mean lora.lora_alpha?"),
         ({"use_dora": True}, "lora.use_dora = true: its magnitudes start from the weights of the base"),
         ({"layers_to_transform": [1]}, "layers_to_transform is for a list of target_modules"),
+        ({"target_modules": "*.q_proj"}, r"lora.target_modules: '\*.q_proj' is not a regular expression"),
+        ({"rank_pattern": {"[q": 2}}, r"lora.rank_pattern: '\[q' is not a regular expression"),
+        ({"modules_to_save": ["*head"]}, r"lora.modules_to_save: '\*head' is not a regular expression"),
+        ({"trainable_token_indices": []}, r"trainable_token_indices = \[\]: it names no token"),
+        ({"trainable_token_indices": {"lm_head": []}}, "trainable_token_indices = .*: it names no token"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> None:
@@ -240,6 +245,11 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> Non
         ),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}, "no such module; did you mean lm_head"),
         ({"target_modules": ["q_proj"], "bias": "all"}, "lora.bias = all: the model has no such biases"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["proj"]}, "'proj': it is also the end of .*q_proj, which"),
+        (
+            {"target_modules": "q_proj"},
+            r"a text is a regular expression for the whole name .* write a list, \[q_proj\]",
+        ),
         ({"target_modules": ["embed_tokens"], "lora_bias": True}, "lora.lora_bias = true is not for the embedding"),
         ({"target_parameters": ["gate_up_prj"]}, "lora.target_parameters = 'gate_up_prj': the model has no such"),
         (

@@ -130,6 +130,21 @@ def test_fp8_is_refused(root: Path, base: Path) -> None:
         check_layout(run.config, run.make_recipe(), 1, 1)
 
 
+@pytest.mark.parametrize(("key", "value"), [("modules_to_save", ["lm_head"]), ("bias", "all")])
+def test_trained_parameters_beside_a_base_in_half_precision_need_autocast(
+    root: Path, base: Path, key: str, value: Any
+) -> None:
+    for precision in ("fp32", "bf16"):
+        tree = tree_for(root, base, {**LORA, key: value}, "half", mixed_precision=precision)
+        tree["model"]["dtype"] = "bf16"
+        run = check_run(tree)
+        if precision == "bf16":
+            check_layout(run.config, run.make_recipe(), 1, 1)
+            continue
+        with pytest.raises(UserError, match=rf"model.dtype = bf16: lora.{key}.* set training.mixed_precision: bf16"):
+            check_layout(run.config, run.make_recipe(), 1, 1)
+
+
 def test_compiled_blocks_are_refused_with_adapted_parameters(root: Path, base: Path) -> None:
     run = check_run(tree_for(root, base, {**LORA, "target_parameters": ["k_proj.weight"]}, "compiled", compile=True))
     with pytest.raises(UserError, match=r"training.compile = true: compiled blocks would keep .*target_parameters"):
