@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from shoal.checkpoint.export_folders import MERGE_INTO, write_hf, write_peft
 from shoal.checkpoint.folders import discard, flush, swap_in
 from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
-from shoal.checkpoint.inspect import open_step_folder
+from shoal.checkpoint.init_from import added_tokens
+from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.manifest import dtype_name
 from shoal.checkpoint.pieces import dtype_in_files, write_safetensors
 from shoal.checkpoint.store import Checkpoint
 from shoal.checkpoint.trained_model import Source, compare, recipe_sections
 from shoal.errors import UserError, as_user_error, one_line
-from shoal.lora.peft_folder import digests_as_metadata
+from shoal.lora.peft_folder import about_base
 from shoal.tensors import DTYPES
 
 _EXPORTED_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md"}
@@ -121,7 +122,8 @@ def _write_safetensors(source: Source, path: Path) -> tuple[str, ...]:
     on_meta = {n: torch.empty(t.shape, dtype=source.dtypes[n], device="meta") for n, t in source.tensors.items()}
     base = source.checkpoint.base
     left_out = {name: tensor.source.sha256 for name, tensor in base.items() if name not in source.tensors}
-    metadata = digests_as_metadata(left_out) if left_out else None  # so that `init_from` recognises the base
+    added = added_tokens(as_dict(source.checkpoint.manifest.get("config"))) or ()
+    metadata = about_base(left_out, added) if left_out else None  # so that `init_from` recognises the base
     write_safetensors(path, on_meta, source.read, metadata)  # one tensor is in memory at a time
     compare(source, load_file(path))
     aliases = ", ".join(f"{alias} is {name}" for alias, name in source.tied.items())

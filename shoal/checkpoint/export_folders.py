@@ -174,7 +174,7 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         base = str(local.absolute()) if section.name and local.is_dir() else section.name
         digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
         config = config_for_peft(model, recipe.config.lora, base, section.revision, trained_tokens)
-        write_adapter(folder, tensors, config, digests)
+        write_adapter(folder, tensors, config, digests, recipe.added_tokens)
         notes = _write_tokenizer(transformers, recipe, folder)
         if recipe.added_tokens:
             rows = len(model.get_input_embeddings().weight)

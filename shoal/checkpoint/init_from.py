@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from shoal.lora.peft_folder import (
     check_adapter,
     is_adapter_folder,
     is_named,
+    read_about_base,
     read_adapter,
     read_config,
-    read_digests,
 )
 from shoal.tensors import logical_shape, tensors_with_names
 from shoal.weights.from_files import weight_files
@@ -55,6 +55,8 @@ class StartWeights:
     """The name of the base in PEFT's folder."""
     base_digests: Mapping[str, str] = field(default_factory=dict)
     """The sha256 of the base's tensors in their files, by name in the model, as far as they are known."""
+    added_tokens: Sequence[str] | None = None
+    """The new tokens of the model, if they are known."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """The settings of the adapters, in PEFT's words."""
     lora_source: str = CONFIG
@@ -68,13 +70,14 @@ def weights_for_model(
     warn: Callable[[str], None] = lambda warning: None,
     names_on_other_ranks: Collection[str] = (),
     allows_other_base: bool = False,
+    new_tokens: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the weights in `path` by name in the model; each is a mapped tensor, or a StoredTensor.
 
     Names and shapes must be those of the model. A tied tensor may have any of its names, or all of them with equal
     values. Tensors of a frozen base may be missing: the model then keeps those that this run has read (`base`), which
     must be those that the adapter was trained on, unless `allows_other_base`. All ranks call it. `names_on_other_ranks`
-    are tensors of other stages of a pipeline.
+    are tensors of other stages of a pipeline, and `new_tokens` those of this model, whose rows are in this order.
     """
     where, start = f"{KEY} = {path!r}", open_weights(path)
     if other := _describe_other_base(start, base):
@@ -84,6 +87,11 @@ def weights_for_model(
                 "checkpoint.allow_changed to load the adapter all the same"
             )
         warn(f"{where}: {other}; it is loaded all the same, because checkpoint.allow_changed lists model.name")
+    if start.added_tokens is not None and [*start.added_tokens] != [*new_tokens]:
+        raise UserError(
+            f"{where}: its new tokens are {_say(start.added_tokens)}, and model.added_tokens has {_say(new_tokens)}; "
+            "give the same tokens in the same order"
+        )
     if start.lora:
         check_adapter(where, start.lora, start.lora_source, model)
     model_shapes: dict[str, list[int]] = {}
@@ -111,6 +119,16 @@ def weights_for_model(
                     "them in the model, or remove one from the file"
                 )
     return {name: start.tensors[names[0]] for name, names in stored_names.items() if names}
+
+
+def added_tokens(config: Mapping[str, Any]) -> list[str] | None:
+    """Returns the new tokens that the config of a checkpoint gives its model; None if it has no such key."""
+    tokens = as_dict(config.get("model")).get("added_tokens")
+    return [str(token) for token in tokens] if isinstance(tokens, list) else None
+
+
+def _say(tokens: Sequence[str]) -> str:
+    return f"{', '.join(tokens):.100}" if tokens else "none"
 
 
 def _describe_other_base(start: StartWeights, base: FrozenBase | None) -> str:
@@ -153,12 +171,16 @@ def open_weights(path: str) -> StartWeights:
         with as_user_error(f"{where} is a damaged checkpoint", DamagedCheckpoint):
             checkpoint = open_checkpoint(place)
             digests = {name: tensor.source.sha256 for name, tensor in checkpoint.base.items()}
-            lora = as_dict(as_dict(checkpoint.manifest.get("config")).get("lora"))
-            return StartWeights(checkpoint.stored_state().model, checkpoint.base, "", digests, lora, "config")
+            config = as_dict(checkpoint.manifest.get("config"))
+            state, lora = checkpoint.stored_state(), as_dict(config.get("lora"))
+            return StartWeights(state.model, checkpoint.base, "", digests, added_tokens(config), lora, "config")
     if is_adapter_folder(place):
         config = read_config(where, place)
-        name, digests = str(config.get("base_model_name_or_path") or ""), read_digests(where, place / TENSORS)
-        return StartWeights(read_adapter(place), {}, name, digests, config)
+        name, (digests, added) = (
+            str(config.get("base_model_name_or_path") or ""),
+            read_about_base(where, place / TENSORS),
+        )
+        return StartWeights(read_adapter(place), {}, name, digests, added, config)
     files = [place] if place.is_file() else weight_files(place, KEY, "save the model again")
     if not files:
         raise UserError(
@@ -167,7 +189,8 @@ def open_weights(path: str) -> StartWeights:
         )
     tensors = {name: tensor for file in files for name, tensor in _read_file(file).items()}
     is_export = len(files) == 1 and files[0].suffix == ".safetensors"
-    return StartWeights(tensors, base_digests=read_digests(where, files[0]) if is_export else {})
+    digests, added = read_about_base(where, files[0]) if is_export else ({}, None)
+    return StartWeights(tensors, base_digests=digests, added_tokens=added)
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

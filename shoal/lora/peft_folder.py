@@ -1,15 +1,15 @@
 """PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors, written and read.
 
 PEFT puts `base_model.model.` before the names of tensors and leaves out the name of the adapter. In the metadata of the
-safetensors file shoal also keeps the digests of the base's tensors, which PEFT does not look at: a name of a base says
-less.
+safetensors file shoal also keeps what PEFT does not look at: digests of the base's tensors, because a name of a base
+says less, and the new tokens of the model, whose rows have their order.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,7 @@ from shoal.weights.regular_files import read_json_text
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_DIGESTS = "shoal_base_sha256"
+_DIGESTS, _ADDED = "shoal_base_sha256", "shoal_added_tokens"
 _OWN_KEYS = {"lora_plus_ratio", "rank", "alpha", "dropout"}
 """Keys of the section `lora:` that PEFT's config does not have."""
 
@@ -99,13 +99,17 @@ def _name_of(model: nn.Module, member: nn.Module) -> str:
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base_digests: Mapping[str, str]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    base_digests: Mapping[str, str],
+    added_tokens: Sequence[str],
 ) -> None:
     """Writes both files; `tensors` have PEFT's names, `base_digests` the names in the model."""
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / TENSORS, {"format": "pt", **digests_as_metadata(base_digests)})
+    save_file(contiguous, folder / TENSORS, {"format": "pt", **about_base(base_digests, added_tokens)})
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
@@ -123,16 +127,20 @@ def read_config(where: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def digests_as_metadata(base_digests: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata of a safetensors file with an adapter: the digests of its base by name in the model."""
-    return {_DIGESTS: json.dumps(base_digests, sort_keys=True)}
+def about_base(base_digests: Mapping[str, str], added_tokens: Sequence[str]) -> dict[str, str]:
+    """Returns the metadata of a safetensors file with an adapter: the digests of its base by name in the model, and the
+    base's new tokens."""
+    return {_DIGESTS: json.dumps(base_digests, sort_keys=True), _ADDED: json.dumps([*added_tokens])}
 
 
-def read_digests(where: str, file: Path) -> dict[str, str]:
-    """Returns the digests that `digests_as_metadata` has put into a safetensors file, if any."""
+def read_about_base(where: str, file: Path) -> tuple[dict[str, str], list[str] | None]:
+    """Returns the digests and the new tokens that `about_base` has put into a safetensors file; no digests and None
+    where it has not."""
     with as_user_error(f"{where}: it is damaged", OSError, ValueError, TypeError, AttributeError):
-        digests = dict(json.loads((open_safetensors(file).metadata() or {}).get(_DIGESTS, "{}")))
-    return {name: str(digest) for name, digest in digests.items()}
+        metadata = open_safetensors(file).metadata() or {}
+        digests = {name: str(digest) for name, digest in dict(json.loads(metadata.get(_DIGESTS, "{}"))).items()}
+        added = [str(token) for token in json.loads(metadata[_ADDED])] if _ADDED in metadata else None
+    return digests, added
 
 
 def check_adapter(where: str, config: Mapping[str, Any], source: str, model: nn.Module) -> None:

@@ -180,7 +180,8 @@ def _take_weights(
     """
     try:
         held = session.strategy.held().keys()
-        weights = weights_for_model(session.model, path, base, warn, held, allows_other_base)
+        new_tokens = getattr(session.recipe, "added_tokens", ())
+        weights = weights_for_model(session.model, path, base, warn, held, allows_other_base, new_tokens)
         session.load_state(TrainState(weights, {}))
         return any(names[0] not in weights for _, names in tensors_with_names(session.model))
     except DamagedCheckpoint as error:

@@ -138,6 +138,14 @@ def test_new_rows_alone_are_trained_and_exported(root: Path, tied: bool) -> None
     train(check_run({**again, "checkpoint": {"init_from": str(root / f"{name}_adapter")}}))
     torch.testing.assert_close(logits(shoal.load(root / f"{name}_again"), tokens), expected, rtol=1e-4, atol=1e-5)
 
+    again["model"]["added_tokens"] = NEW[::-1]
+    again["experiment"]["output_dir"] = str(root / "other_order")
+    for start in (root / f"{name}_adapter", step):
+        with pytest.raises(
+            UserError, match=r"its new tokens are <fox>, <dog>, and model.added_tokens has <dog>, <fox>"
+        ):
+            train(check_run({**again, "checkpoint": {"init_from": str(start)}}))
+
 
 def vocabulary(base: Path) -> int:
     return len(transformers.AutoTokenizer.from_pretrained(base))
