@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from shoal.torch_private import break_graph
 
 Layer = Callable[..., Any]
 View = Callable[[Tensor], Tensor | None]
@@ -57,6 +59,11 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
             add_layer(module, partial(_call_with_views_of, viewed))
 
 
+def computes_as_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether a module is a linear layer. Some subclasses, such as routers of experts, compute other things."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:
     """Makes the module's forward see `view(parameter)` of each of its own parameters, and None for those `hidden`.
 
@@ -87,8 +94,10 @@ def remove_views(module: nn.Module) -> None:
 
 def call_with_views(module: nn.Module, forward: Layer, *args: Any, **kwargs: Any) -> Any:
     """Calls a module's forward, which sees the declared views in the place of its parameters."""
-    if torch.compiler.is_compiling() or vars(module)[_MADE]:
+    if module._made_views:
         return forward(*args, **kwargs)  # the compiled module around it made the views
+    if torch.compiler.is_compiling():
+        break_graph()  # a user compiles, and nobody has made them; without them, the adapters would be left out
     return _call_with_views_of([module], forward, *args, **kwargs)
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "agree_on_static_shapes",
     "as_rows",
     "as_shard",
+    "break_graph",
     "call_without_hooks",
     "compile_counts",
     "declare_skips_on_device",
@@ -231,6 +232,11 @@ class CompileCounts(NamedTuple):
     breaks: int
     reason: str
     """Why the last graph was broken off, in torch's words."""
+
+
+def break_graph() -> None:
+    """Makes torch.compile end a graph here, and run what follows eagerly; an error where a graph may have no break."""
+    torch._dynamo.graph_break()
 
 
 def compile_counts() -> CompileCounts:

@@ -55,7 +55,7 @@ class ParameterAdapter:
                 columns = second.view(-1, self.rank, self.experts)  # (outputs, rank, expert)
                 form = "ore,eri->eio" if self.is_transposed else "ore,eri->eoi"
                 change = torch.einsum(form, columns, by_expert)
-        return torch.add(parameter, change.to(parameter.dtype), alpha=self.scaling)
+        return parameter + change.to(parameter.dtype) * self.scaling  # no torch.add with alpha; see lora/layers.py
 
 
 class AdaptedParameters(AdaptedLayer):

@@ -60,7 +60,7 @@ def add_adapters(
             )
         module, scaling = model.get_submodule(name), lora.scaling(target.rank, target.alpha)
         if isinstance(module, nn.Embedding):
-            add_to_embedding(module, target.rank, scaling)
+            add_to_embedding(module, target.rank, scaling, lora.init_lora_weights)
         else:
             dropout, init = lora.lora_dropout, lora.init_lora_weights
             add_to_linear(module, target.rank, scaling, dropout, lora.lora_bias, lora.use_dora, init)

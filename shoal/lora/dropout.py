@@ -19,11 +19,11 @@ from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.operators import operator
-from shoal.tensors import autocast_dtype, why_no_triton
+from shoal.tensors import autocast_dtype, tiles_ahead, why_no_triton
 
 MAX_RANK = 128
 """The largest rank that the kernels compute; their tiles hold all of it."""
-PRODUCT_COLUMNS, PRODUCT_PARTS, PRODUCT_STAGES = 128, 2, 3
+PRODUCT_COLUMNS, PRODUCT_PARTS = 128, 2
 """How a program of `dropped_product` reads its inputs: so many columns at a time, of one of so many parts."""
 WEIGHT_ROWS = WEIGHT_COLUMNS = 64
 """The tile of inputs that a program of the gradient of a weight reads at a time."""
@@ -176,7 +176,7 @@ def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor,
         RANK=_padded(rank),
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=PRODUCT_STAGES,
+        STAGES=tiles_ahead(_padded(rank)),
     )
     out, size = x.new_empty(*input.shape[:-1], rank), tokens * rank
     triton_kernels.add_parts[(_tiles(size, 1024),)](parts, out, size, scaling / (1 - p), PARTS=num_parts, SIZE=1024)
@@ -285,6 +285,11 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():  # for a second derivative, which would lack terms
+        raise RuntimeError(
+            "fused adapters have no second derivatives, which backward(create_graph=True) asks for; set "
+            "training.kernels: plain"
+        )
     input, factor, seed = ctx.saved_tensors
     to_input = to_weight = None
     if ctx.needs_input_grad[0]:

@@ -182,13 +182,13 @@ def add_to_linear(
     )
 
 
-def add_to_embedding(module: nn.Embedding, rank: int, scaling: float) -> None:
-    """Gives an embedding an adapter."""
+def add_to_embedding(module: nn.Embedding, rank: int, scaling: float, init: bool | str = True) -> None:
+    """Gives an embedding an adapter; with `init` = False its first matrix is not zero."""
     attach(
         module,
         AdaptedEmbedding,
         scaling=scaling,
-        lora_embedding_A=EmbeddingFactor(rank, module.num_embeddings, nn.init.zeros_),
+        lora_embedding_A=EmbeddingFactor(rank, module.num_embeddings, nn.init.zeros_ if init else nn.init.normal_),
         lora_embedding_B=EmbeddingFactor(module.embedding_dim, rank, nn.init.normal_),
     )
 

@@ -14,10 +14,11 @@ from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
+from shoal.forward import computes_as_linear
 from shoal.operators import operator
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import BLOCK, EightBit, FourBit, Part, Scheme, has_kernel
-from shoal.tensors import why_no_triton
+from shoal.tensors import tiles_ahead, why_no_triton
 from shoal.torch_private import version_of
 
 PARTS: tuple[Part, ...] = ("weight", "statistics")
@@ -148,7 +149,7 @@ def add_product(output: Tensor, left: Tensor, right: Tensor) -> None:
         RANK=padded,
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=3,
+        STAGES=tiles_ahead(padded),
     )
 
 
@@ -244,11 +245,15 @@ def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key
     Raises UserError, which begins with `key`, if there are none.
     """
     import_bitsandbytes(key)
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in skip]
+    modules = model.named_modules(remove_duplicate=False)
+    found = {name: module for name, module in modules if computes_as_linear(module) and name not in skip}
     if not found:
         raise UserError(f"{key}: the model has no linear layers (nn.Linear) to quantise; leave it out")
-    for name in found:
-        model.set_submodule(name, QuantisedLinear(model.get_submodule(name), scheme))  # type: ignore[arg-type]
+    quantised: dict[nn.Module, QuantisedLinear] = {}
+    for name, module in found.items():
+        if module not in quantised:
+            quantised[module] = QuantisedLinear(module, scheme)
+        model.set_submodule(name, quantised[module])
     model.requires_grad_(False)
 
 

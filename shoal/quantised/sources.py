@@ -163,11 +163,15 @@ def quantised_sources(model: nn.Module, sources: Mapping[str, Source], files: Op
     if the files are quantised, from what bitsandbytes has in its place.
     """
     result = dict(sources)
-    for name, layer in quantised_layers(model).items():
-        source = sources.get(f"{name}.weight")
-        if source is None:
-            continue
-        stored = _stored_names(layer, source, files)
+    layers = {name: layer for name, layer in quantised_layers(model).items() if f"{name}.weight" in sources}
+    stored_names = {name: _stored_names(layer, sources[f"{name}.weight"], files) for name, layer in layers.items()}
+    if any(stored_names.values()) and (plain := [name for name, stored in stored_names.items() if stored is None]):
+        raise UserError(
+            f"model.name: the files have {plain[0]} without quantisation, and other layers quantised; list it in "
+            "llm_int8_skip_modules of the quantization_config in their config.json"
+        )
+    for name, layer in layers.items():
+        source, stored = sources[f"{name}.weight"], stored_names[name]
         if isinstance(layer.scheme, FourBit) or stored is None:
             for part in PARTS:
                 quantisation = Quantisation(layer.scheme, part, layer.shape, stored is not None)

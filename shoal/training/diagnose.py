@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.peers import Peers
 from shoal.strategies import DistributedStrategy
-from shoal.tensors import local_part
+from shoal.tensors import is_packed, local_part
 from shoal.types import MicroBatch, Objective
 
 
@@ -61,7 +61,8 @@ def first_bad_module(strategy: DistributedStrategy, model: nn.Module, micro: Mic
 
 def bad_parameter(strategy: DistributedStrategy, model: nn.Module) -> str:
     """Returns which parameter is not finite, or an empty string if all are. All ranks call it."""
-    bad_names = [name for name, p in model.named_parameters() if not local_part(p).isfinite().all()]
+    numbers = [(name, parameter) for name, parameter in model.named_parameters() if not is_packed(parameter)]
+    bad_names = [name for name, parameter in numbers if not local_part(parameter).isfinite().all()]
     if not strategy.any_rank(bool(bad_names)):  # all ranks continue or none does
         return ""
     where = f"parameter {bad_names[0]}" if bad_names else "a parameter of another rank"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.forward import computes_as_linear
 from shoal.types import ParallelPlan
 
 
@@ -27,7 +28,7 @@ def apply_float8(model: nn.Module, plan: ParallelPlan) -> int:
 
     def wanted(module: nn.Module, name: str) -> bool:
         inside = not plan.blocks or any(name.startswith(f"{block}.") for block in plan.blocks)
-        fits = isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        fits = computes_as_linear(module) and module.in_features % 16 == 0 and module.out_features % 16 == 0
         if inside and fits and name != plan.head:
             converted.append(name)
             return True

@@ -137,6 +137,22 @@ def test_forward_gradients_and_names_are_those_of_peft(kind: str) -> None:
         torch.testing.assert_close(base(input_ids=TOKENS).logits, outputs[0].logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1, 3])
+def test_an_adapted_parameter_that_a_user_compiles(scale: int) -> None:
+    """It has its adapter, and that its scale, which inductor drops of torch.add with alpha."""
+    torch.compiler.reset()
+    model = base_model("dense")
+    lora = LoraConfig(r=2, lora_alpha=2 * scale, target_modules=[], target_parameters=["mlp.down_proj.weight"])
+    plain = model(input_ids=TOKENS).logits
+    add_adapters(model, lora)
+    for name, parameter in trained(model).items():
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    expected = model(input_ids=TOKENS).logits
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    torch.testing.assert_close(torch.compile(model)(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_dropout_is_on_the_adapter_alone() -> None:
     base = base_model("llama").train()
     plain = base(input_ids=TOKENS).logits
@@ -317,6 +333,21 @@ def test_places_are_dropped_independently() -> None:
                 assert same.max() < 0.95
     assert abs((one == other).double().mean().item() - 0.5) < 0.03
     assert kept_places(shape, torch.tensor(7), 0.0).all()
+
+
+def test_fused_adapters_refuse_second_derivatives() -> None:
+    """They would lack terms."""
+    x, weight = torch.randn(5, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    loss = dropped_product(x, weight, weight.detach(), torch.tensor(5), 0.3, 1.0).square().sum()
+    with pytest.raises(RuntimeError, match=r"no second derivatives.* set training.kernels: plain"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_an_adapter_of_an_embedding_is_drawn_as_the_key_says() -> None:
+    for init in (True, False):
+        drawn = first_values(target_modules=["embed_tokens"], init_lora_weights=init)
+        first = next(tensor for name, tensor in drawn.items() if "lora_embedding_A" in name)
+        assert bool(first.any()) == (not init)
 
 
 def test_pairs_of_rows_are_dropped_as_often_as_chance_would() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,22 @@ def test_a_model_is_quantised_and_dequantised() -> None:
     plain = dequantise(copy.deepcopy(model))
     assert not quantised_layers(plain)
     torch.testing.assert_close(plain(inputs), model(inputs))
+
+
+class Router(nn.Linear):
+    """Computes something else than a linear layer, as routers of experts in transformers."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input).topk(2)
+
+
+def test_shared_layers_stay_one_and_other_linear_layers_are_left() -> None:
+    model = nn.ModuleDict({"first": linear(64, 32), "router": Router(32, 4)})
+    model["second"] = model["first"]
+    quantise_layers(model, FourBit(), set(), "model.load_in_4bit")
+    assert isinstance(model["first"], QuantisedLinear)
+    assert model["second"] is model["first"]
+    assert type(model["router"]) is Router
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (96, 100), (5, 7)])

@@ -49,6 +49,7 @@ CASES = [
     {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "bfloat16"},
     {"load_in_8bit": True},
+    {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", r"model\.layers\.\d+\.mlp", "v_proj"]},
 ]
 
 
@@ -56,14 +57,26 @@ CASES = [
 def test_a_base_from_files_is_that_of_transformers(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     theirs = by_transformers(folder, **options).train()
     expected = theirs(tokens(2, 16)).logits
-    ours = start(make_recipe(name=str(folder), **options)).train()
-    assert torch.equal(ours(tokens(2, 16)).logits, expected)
+    if "llm_int8_skip_modules" not in options:
+        ours = start(make_recipe(name=str(folder), **options)).train()
+        assert torch.equal(ours(tokens(2, 16)).logits, expected)
     theirs.save_pretrained(tmp_path)  # quantised on disk
     recipe = make_recipe(name=str(tmp_path))
     again = start(recipe).train()
     assert torch.equal(again(tokens(2, 16)).logits, expected)
     assert again.get_submodule(Q_PROJ).scheme.bits == (8 if "load_in_8bit" in options else 4)
     assert not hasattr(recipe.transformers_config, "quantization_config")
+
+
+def test_layers_that_are_quantised_in_no_file_are_refused(folder: Path, tmp_path: Path) -> None:
+    """It would be another base than the one that was stored."""
+    theirs = by_transformers(folder, load_in_4bit=True, llm_int8_skip_modules=["lm_head", "q_proj"])
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["llm_int8_skip_modules"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"model.name: the files have {Q_PROJ} without quantisation, and other layers"):
+        start(make_recipe(name=str(tmp_path)))
 
 
 def test_a_fresh_model_is_drawn_by_name_and_quantised() -> None:

@@ -118,6 +118,16 @@ def test_views_are_there_in_the_forward_alone() -> None:
     assert bias.grad is None
 
 
+def test_views_are_there_where_a_user_compiles() -> None:
+    """Nobody has made them before the graph begins, as `compile_forwards` does."""
+    torch.compiler.reset()
+    layer = Layer(4, 2)
+    view_parameters(layer, lambda parameter: 2 * parameter)
+    expected = layer(torch.ones(3, 4)[:2])
+    compiled = torch.compile(lambda x: layer(x) + 0, backend="eager")
+    assert torch.equal(compiled(torch.ones(2, 4)), expected)
+
+
 def test_a_parameter_that_is_replaced_is_viewed() -> None:
     """As fully_shard replaces them while it gathers."""
     layer = Layer(4, 2)

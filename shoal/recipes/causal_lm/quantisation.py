@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -93,12 +94,11 @@ def stored_quantisation(config: Any, name: str) -> dict[str, Any] | None:
 
 def skipped_layers(model: Any, stored: dict[str, Any] | None) -> set[str]:
     """Returns the names of the linear layers that stay as they are: the head, and those that were skipped when the
-    weights were stored."""
+    weights were stored, by the rules of transformers: a regular expression for the beginning, or an end."""
     head = model.get_output_embeddings()
     skipped = (stored or {}).get("llm_int8_skip_modules") or ()
-    return {
-        name
-        for name, module in model.named_modules()
-        if module is head
-        or any(name == part or name.endswith(f".{part}") or name.startswith(f"{part}.") for part in skipped)
-    }
+
+    def is_skipped(name: str) -> bool:
+        return any(re.match(rf"(?:{part})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(part) for part in skipped)
+
+    return {name for name, module in model.named_modules() if module is head or is_skipped(name)}
