@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,23 @@ def test_each_rank_answers_some_prompts_by_as_many_forwards(tmp_path: Path) -> N
         assert texts_of(index, parts) == expected
         assert net.calls == calls
         assert net.sequences == calls * max(1, len(expected))
+
+
+def test_answers_of_a_preview_end_with_the_positions_of_the_model(tmp_path: Path) -> None:
+    """GPT-2 has learnt positions. The number of forwards is that of the longest prompt on every rank."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    records = [{"prompt": "x" * length, "completion": "y" * 40} for length in (50, 20)]
+    dataset = {"eval_file": write_lines(tmp_path / "long.jsonl", records), "max_seq_length": 64}
+    recipe = make_recipe(check_run(tree(tmp_path, {"config": gpt2}, dataset=dataset)))
+    net = Counting(recipe.build_model().eval())
+    for index, parts, texts in ((0, 1, 2), (1, 2, 1)):
+        net.calls = 0
+        assert len(recipe.preview_texts(net, index, parts)) == texts
+        assert net.calls == 64 - 50
+    recipe._exchanges[0] = replace(recipe._exchanges[0], prompt=torch.arange(80))
+    net.calls = 0
+    assert len(recipe.preview_texts(net, 0, 1)) == 2
+    assert net.calls == 1
 
 
 @pytest.mark.slow
