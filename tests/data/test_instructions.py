@@ -139,6 +139,33 @@ def test_templates_by_name(name: str, tmp_path: Path) -> None:
     assert first.endswith(ends.get(name, "\0"))
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_by_name_refuse_tools_and_tool_calls(name: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+    """A call that is left out would be learnt as an empty answer, or as the word None."""
+    by_name = {name: load_chat_tokenizer(tokenizers["qwen3"].name, name)}
+
+    def refused(what: str, messages: Any, tools: Any = None) -> None:
+        message = f"a.jsonl, line 1: the chat template of .* {name} writes no {what} .*leave dataset.chat_template out"
+        assert_refused(message, lambda: answers(name, by_name, messages, tools))
+
+    for content in ("", None):
+        refused("tool calls", [WITH_TOOLS[0], {**WITH_TOOLS[1], "content": content}])
+    refused("tools", CHAT, TOOLS)
+    assert answers(name, by_name, CHAT)
+
+
+def test_contents_that_are_lists_of_texts_are_joined(tokenizers: dict[str, ChatTokenizer]) -> None:
+    def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+        head, tail = message["content"][:3], message["content"][3:]
+        return {**message, "content": [{"type": "text", "text": head}, {"type": "text", "text": tail}]}
+
+    for model in ("llama31", "qwen3", "gemma", "mistral"):
+        assert answers(model, tokenizers, [*map(in_parts, CHAT)]) == answers(model, tokenizers, CHAT)
+    image = {**USER, "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": QUESTION}]}
+    message = r"a.jsonl, line 1: message 1 \(user\) has a part 'image' that is no text; remove the part or the record"
+    assert_refused(message, lambda: answers("qwen3", tokenizers, [image, ASSISTANT]))
+
+
 def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, ChatTokenizer]) -> None:
     """The tokenizer must know the token that ends it; a blank may come before."""
     for model in ("llama31", "qwen3", "gemma", "mistral"):

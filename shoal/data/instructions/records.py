@@ -240,17 +240,32 @@ def _tools(record: Record) -> Any:
 
 
 def _messages(record: Record, messages: Any) -> list[dict[str, Any]]:
-    """Checks messages, and parses arguments of tool calls that are stored as JSON texts, as OpenAI's are."""
+    """Checks messages, joins contents that are lists of texts, and parses arguments of tool calls that are stored as
+    JSON texts, as OpenAI's are."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{record.place}: its messages are not a list with at least one message; correct the record")
+    checked = []
     for number, message in enumerate(messages, 1):
         where = f"{record.place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"{where} has no role; give it role and content")
         content = message.get("content")
-        if not isinstance(content, str | list) and not message.get("tool_calls"):
+        if isinstance(content, list):
+            message = {**message, "content": _joined(content, f"{where} ({message['role']})")}
+        elif not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise UserError(f"{where} ({message['role']}) has no content; give it a text")
-    return [_with_parsed_calls(message) for message in messages]
+        checked.append(_with_parsed_calls(message))
+    return checked
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """Returns the text of a content that is a list of parts. Raises UserError for parts that are no texts, such as
+    images: a template would write them as Python does, or leave them out."""
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{where} has a part {kind!r:.50} that is no text; remove the part or the record")
+    return "".join(part["text"] for part in parts)
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,20 @@
 """Chat templates by name, for tokenizers without one or with another.
 
 They have the turns and the special tokens of the models that they are named after, without tools, dates and thinking:
-for these take the template that comes with the model's tokenizer.
+for these take the template that comes with the model's tokenizer. They refuse conversations with tools or tool calls.
 """
 
 from __future__ import annotations
 
+_REFUSALS = """\
+{%- set own = ' (the template of the tokenizer may; leave dataset.chat_template out to use it)' -%}
+{%- if tools %}{{ raise_exception('NAME writes no tools' + own) }}{% endif -%}
+{%- for message in messages -%}
+{%- if message['tool_calls'] %}{{ raise_exception('NAME writes no tool calls' + own) }}{% endif -%}
+{%- if message['content'] is not string %}{{ raise_exception('NAME writes texts alone' + own) }}{% endif -%}
+{%- endfor -%}
+"""
+"""The beginning of every template: what a template leaves out, a model would learn to leave out."""
 _CHATML = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -45,5 +54,6 @@ _ALPACA = """\
 {%- endif -%}
 {%- endfor -%}
 """
-TEMPLATES = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "mistral": _MISTRAL, "alpaca": _ALPACA}
+_TURNS = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "mistral": _MISTRAL, "alpaca": _ALPACA}
+TEMPLATES = {name: _REFUSALS.replace("NAME", name) + turns for name, turns in _TURNS.items()}
 """The templates that `dataset.chat_template` can name."""
