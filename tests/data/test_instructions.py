@@ -211,6 +211,14 @@ def test_the_shapes_of_records(shape: str, tokenizers: dict[str, ChatTokenizer])
         assert counted == f"{ANSWER}<|eot_id|>"
 
 
+def test_only_the_completion_counts_if_both_are_messages(tokenizers: dict[str, ChatTokenizer]) -> None:
+    record = Record("here", {"prompt": CHAT[:3], "completion": CHAT[3:]})
+    conversation = to_conversation(record, "prompt_completion", as_chat=True)
+    (sample,) = make_samples(conversation, tokenizers["llama31"], "answers")
+    assert counted_texts(sample, tokenizers["llama31"]) == ["Rome.<|eot_id|>"]
+    assert "Paris." in tokenizers["llama31"].decode(sample.tokens)
+
+
 def test_a_system_text_beside_the_turns(tokenizers: dict[str, ChatTokenizer]) -> None:
     for shape in ("alpaca", "sharegpt"):
         record = Record("here", {**SHAPES[shape], "system": "Be brief."})
@@ -228,6 +236,10 @@ def test_alpaca_records_without_a_chat_template() -> None:
     assert counted_texts(sample, tokenizer) == ["Paris.\0"]
     assert f"### Instruction:\n{QUESTION}\n\n### Input:\na map\n\n### Response:\n" in tokenizer.decode(sample.tokens)
     assert "paired with an input" in tokenizer.decode(sample.tokens)
+    record = Record("here", {**ALPACA, "system": "Be brief."})
+    (sample,) = make_samples(to_conversation(record, "alpaca", as_chat=False), tokenizer, "answers")
+    assert counted_texts(sample, tokenizer) == ["Paris.\0"]
+    assert tokenizer.decode(sample.tokens).startswith("Be brief.\n\nBelow is an instruction")
 
 
 def test_a_token_across_the_border_counts(tokenizers: dict[str, ChatTokenizer]) -> None:

@@ -62,6 +62,8 @@ class Conversation:
     tools: Any = None
     prompt: str = ""
     completion: str = ""
+    num_prompt_messages: int = 0
+    """How many of the first messages are a prompt, whose assistant turns do not count."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,8 @@ def to_conversation(record: Record, format: str, as_chat: bool) -> Conversation:
         return _from_alpaca(record, as_chat)
     if format == "prompt_completion":
         if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
-            messages = [*_messages(record, fields["prompt"]), *_messages(record, fields["completion"])]
-            return Conversation(place, messages, _tools(record))
+            prompt, completion = (_messages(record, fields[key]) for key in ("prompt", "completion"))
+            return Conversation(place, prompt + completion, _tools(record), num_prompt_messages=len(prompt))
         return Conversation(place, prompt=_text(record, "prompt"), completion=_text(record, "completion"))
     if format == "messages":
         return Conversation(place, _messages(record, fields["messages"]), _tools(record))
@@ -201,17 +203,19 @@ def _from_alpaca(record: Record, as_chat: bool) -> Conversation:
     """Returns messages, or the text in which the Alpaca data were first trained on."""
     instruction, answer = _text(record, "instruction"), _text(record, "output")
     given = _text(record, "input") if record.fields.get("input") else ""
+    system = _text(record, "system") if record.fields.get("system") else ""
     if as_chat:
         question = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if record.fields.get("system"):
-            messages.insert(0, {"role": "system", "content": _text(record, "system")})
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         return Conversation(record.place, messages)
     paired = ", paired with an input that provides further context" if given else ""
     context = f"### Input:\n{given}\n\n" if given else ""
+    before = f"{system}\n\n" if system else ""
     prompt = (
-        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
-        f"request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
+        f"{before}Below is an instruction that describes a task{paired}. Write a response that appropriately completes "
+        f"the request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
     )
     return Conversation(record.place, prompt=prompt, completion=answer)
 

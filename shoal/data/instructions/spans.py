@@ -45,14 +45,15 @@ def make_samples(conversation: Conversation, tokenizer: ChatTokenizer, loss_on: 
 
 
 def find_answers(conversation: Conversation, tokenizer: ChatTokenizer) -> list[Rendered]:
-    """Returns the text of a conversation with the spans of all assistant turns.
+    """Returns the text of a conversation with the spans of all assistant turns that do not belong to a prompt.
 
     Some templates write an earlier turn otherwise than the last one: Qwen3 removes its thinking, Mistral moves the
     tools to the last question. Then there are several texts, each ending with an answer: what the model sees when it
     gives that one. A template that writes the conversation before an answer otherwise than with the answer is refused.
     """
     messages = conversation.messages or ()
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+    first = max(1, conversation.num_prompt_messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise UserError(
             f"{conversation.place}: no assistant turn after a question, so that nothing would count; correct the "
