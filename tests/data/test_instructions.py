@@ -250,6 +250,24 @@ def test_a_token_across_the_border_counts(tokenizers: dict[str, ChatTokenizer]) 
     assert counted_texts(sample, tokenizer) == [" is the capital<|im_end|>"]
 
 
+def test_a_special_token_that_takes_the_white_space_of_an_answer_does_not_count(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    wrapped = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, "qwen3", template=False))
+    marks = [AddedToken(f"<|{role}|>", rstrip=True, special=True) for role in ("user", "assistant", "end")]
+    wrapped.add_special_tokens({"additional_special_tokens": marks})
+    wrapped.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    phi = {"phi": ChatTokenizer("phi", wrapped)}
+    turns = [USER, {**ASSISTANT, "content": "\n Paris."}]
+    assert answers("phi", phi, turns * 2) == [["Paris.<|end|>", "Paris.<|end|>"]]
+    (plain,) = make_samples(Conversation("", prompt="<|assistant|>", completion=" Rome"), phi["phi"], "answers")
+    assert counted_texts(plain, phi["phi"]) == ["Rome<|im_end|>"]
+
+
 def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "a.csv").write_text("prompt,completion\nTwo,three\nFour,five\n")

@@ -50,7 +50,8 @@ class ChatTokenizer:
         return (*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab())
 
     @cached_property
-    def _special_ids(self) -> set[int]:
+    def special_ids(self) -> set[int]:
+        """The numbers of the special tokens."""
         return {*self._tokenizer.convert_tokens_to_ids([*self.special_tokens])}
 
     @cached_property
@@ -89,9 +90,7 @@ class ChatTokenizer:
             return None
         ids, places = self.encode_with_places(before + found + after)
         end = len(before + found)
-        is_ended = any(
-            token in self._special_ids for token, (start, _) in zip(ids, places, strict=True) if start >= end
-        )
+        is_ended = any(token in self.special_ids for token, (start, _) in zip(ids, places, strict=True) if start >= end)
         return after if found and not is_ended else None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
@@ -126,7 +125,7 @@ class ChatTokenizer:
 
     def decode_lines(self, ids: Iterable[int]) -> str:
         """Returns a text for people to read: special tokens end a line, and are left out."""
-        runs = groupby(map(int, ids), key=self._special_ids.__contains__)
+        runs = groupby(map(int, ids), key=self.special_ids.__contains__)
         lines = (self.decode(run, skip_special_tokens=True).strip() for is_mark, run in runs if not is_mark)
         return "\n".join(filter(None, lines))
 
