@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shoal.data.instructions import InstructionDataset, open_instructions, prepare_instructions
 from shoal.data.instructions import prepare as prepare_module
-from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, with_added_tokens
 from shoal.data.instructions.records import Conversation, Record, detect_format, to_conversation
 from shoal.data.instructions.spans import Sample, make_samples
 from shoal.data.instructions.templates import TEMPLATES
@@ -183,6 +183,31 @@ def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, Chat
     assert after("qwen3", "gemma") == "<end_of_turn>\n"
     assert after("qwen3", "{{ raise_exception('no') }}") is None
     assert load_chat_tokenizer("bytes").unended_answer is None  # without a template the end-of-text token follows
+
+
+def test_a_tokenizer_with_several_templates(tmp_path: Path) -> None:
+    """`default` is used, and `tool_use` for records with tools."""
+    from transformers import AutoTokenizer
+
+    turn = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    turn += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    several = {name: f"{name} {turn}" for name in ("default", "tool_use", "rag")}
+
+    def folder_with(*names: str) -> str:
+        wrapped = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, "qwen3"))
+        wrapped.chat_template = {name: several[name] for name in names}
+        wrapped.save_pretrained(tmp_path / "".join(names))
+        return str(tmp_path / "".join(names))
+
+    folder = folder_with("default", "tool_use", "rag")
+    for tokenizer in (load_chat_tokenizer(folder), with_added_tokens(load_chat_tokenizer(folder), ["<fox>"])):
+        assert tokenizer.render(CHAT).startswith("default user:")
+        assert tokenizer.render(CHAT, TOOLS).startswith("tool_use user:")
+    assert load_chat_tokenizer(folder, "rag").render(CHAT, TOOLS).startswith("rag user:")
+    folder = folder_with("rag", "tool_use")
+    message = "dataset.tokenizer = .*: it has the chat templates '.*', '.*', and none is the default; name one in datas"
+    assert_refused(message, lambda: load_chat_tokenizer(folder))
+    assert load_chat_tokenizer(folder, "rag").render(CHAT).startswith("rag user:")
 
 
 ALPACA = {"instruction": QUESTION, "input": "", "output": ANSWER}

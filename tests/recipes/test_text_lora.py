@@ -399,10 +399,13 @@ def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_exported_with_its_template(tmp_path: Path) -> None:
     recipe = make_recipe(check_run(tree(tmp_path, dataset={"chat_template": "alpaca"})))
-    (tmp_path / "hf").mkdir()
-    assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert exported.chat_template == recipe.tokenizer.template
+    for tool_template in (None, "{{ tools }}"):
+        recipe.tokenizer.tool_template = tool_template
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
+        exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+        several = {"default": recipe.tokenizer.template, "tool_use": tool_template}
+        assert exported.chat_template == (several if tool_template else recipe.tokenizer.template)
 
 
 @pytest.mark.slow

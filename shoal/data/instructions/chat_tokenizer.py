@@ -29,12 +29,20 @@ class ChatTokenizer:
     """Wraps a fast tokenizer of transformers. It is a `shoal.data.Tokenizer`, too."""
 
     def __init__(self, name: str, tokenizer: Any, chat_template: str | None = None):
-        self.name, self._tokenizer = name, tokenizer
-        self.template: str | None = resolve_template(chat_template) or tokenizer.chat_template
+        self.name, self._tokenizer, self._chat_template = name, tokenizer, chat_template
+        own = tokenizer.chat_template
+        self.template: str | None = resolve_template(name, own, chat_template)
+        self.tool_template: str | None = own.get("tool_use") if isinstance(own, dict) and not chat_template else None
+        """The template for conversations with tools; None if it is the same one."""
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.eos: int | None = tokenizer.eos_token_id
         self.identity = json.dumps(
-            [tokenizer.backend_tokenizer.to_str(), self.template, str(tokenizer.special_tokens_map)]
+            [
+                tokenizer.backend_tokenizer.to_str(),
+                self.template,
+                self.tool_template,
+                str(tokenizer.special_tokens_map),
+            ]
         )
 
     @property
@@ -110,7 +118,7 @@ class ChatTokenizer:
                 self._tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
-                    chat_template=self.template,
+                    chat_template=(self.tool_template if tools else None) or self.template,
                     add_generation_prompt=prompt,
                     tokenize=False,
                 )
@@ -144,21 +152,33 @@ def with_added_tokens(tokenizer: ChatTokenizer, tokens: Sequence[str]) -> ChatTo
     if tokenizer.name == "bytes":
         refuse_bytes(tokens)
     add_tokens(tokenizer._tokenizer, tokens)
-    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer.template)
+    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer._chat_template)
 
 
-def resolve_template(value: str | None) -> str | None:
-    """Returns the template that `dataset.chat_template` means: a name, a file, or a text."""
-    if value is None or value in TEMPLATES:
-        return TEMPLATES[value] if value is not None else None
+def resolve_template(name: str, own: Any, value: str | None) -> str | None:
+    """Returns the template that `dataset.chat_template` means: a name, a file, or a text.
+
+    `own` is the template of the tokenizer `name`, or a mapping if it has several: then `value` may be one of their
+    names, and without `value` it is the one with the name `default`.
+    """
+    named = own if isinstance(own, dict) else {}
+    if value is None:
+        if named and "default" not in named:
+            raise UserError(
+                f"dataset.tokenizer = {name!r}: it has the chat templates {', '.join(map(repr, named))}, and none is "
+                "the default; name one in dataset.chat_template"
+            )
+        return named["default"] if named else own
+    if value in named or value in TEMPLATES:
+        return str((TEMPLATES | named)[value])
     if "{" in value:
         return value
     path = Path(value).expanduser()
     if path.is_file():
         return path.read_text()
     raise UserError(
-        f"dataset.chat_template = {value!r}: neither a template's name ({', '.join(TEMPLATES)}), nor a file, nor a "
-        "Jinja text; correct it"
+        f"dataset.chat_template = {value!r}: neither a template's name ({', '.join(TEMPLATES | named)}), nor a file, "
+        "nor a Jinja text; correct it"
     )
 
 

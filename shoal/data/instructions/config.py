@@ -49,8 +49,8 @@ class InstructionDataset(BaseModel):
     """The shape of the records. `auto` tells by the keys of the first record of each file: `text`; `instruction`,
     `input`, `output` (alpaca); `prompt`, `completion`; `messages`; `conversations` (sharegpt)."""
     chat_template: str | None = None
-    """A template to use instead of the one of the tokenizer: a name (chatml, llama3, gemma, mistral, alpaca), the path
-    of a Jinja file, or the text of a template."""
+    """A template to use instead of the one of the tokenizer: a name (chatml, llama3, gemma, mistral, alpaca, or one of
+    several that the tokenizer has), the path of a Jinja file, or the text of a template."""
     loss_on: Literal["answers", "all"] = "answers"
     """`answers`: only tokens of assistant turns or completions count, with the token that ends them. `all`: every
     token counts. A record of format text has no prompt, so that all of it counts."""
