@@ -392,6 +392,7 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         ('{"text": "a"}\n{"prompt": "b"}\n', r"dataset.format = text: .*bad.jsonl, line 2 has no key 'text'"),
         ('{"question": "a"}\n', r"dataset.format = auto: .*bad.jsonl, line 1 has the keys question; rename them"),
         ('{"text": ""}\n', r"bad.jsonl, line 1: its text is empty; remove the record"),
+        ('{"text": "a"}\n{"text": "a \\ud83d b"}\n', r"bad.jsonl, line 2: '\\ud83d' is half a character"),
         ('{"messages": []}\n', r"line 1: its messages are not a list with at least one message"),
         ('{"messages": [{"role": "user"}]}\n', r"line 1: message 1 \(user\) has no content"),
         ('{"messages": [{"content": "a"}]}\n', r"line 1: message 1 has no role"),

@@ -127,7 +127,12 @@ class ChatTokenizer:
             raise ValueError(one_line(error)) from error
 
     def encode_with_places(self, text: str) -> Encoded:
-        """Returns the tokens of a text, without special tokens around it, each with its characters."""
+        """Returns the tokens of a text, without special tokens around it, each with its characters.
+
+        Raises UnicodeEncodeError for a text with half a character, which JSON can escape as a lone surrogate:
+        tokenizers would raise a TypeError that does not name it.
+        """
+        text.encode()
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
 

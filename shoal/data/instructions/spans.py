@@ -36,12 +36,16 @@ class Rendered:
 
 def make_samples(conversation: Conversation, tokenizer: ChatTokenizer, loss_on: str) -> list[Sample]:
     """Returns the samples of a conversation: one, or several if the template needs it."""
-    if conversation.messages is None:
-        return [_plain_sample(conversation, tokenizer, loss_on)]
-    if loss_on == "all":
-        text = _render(conversation, tokenizer, conversation.messages)
-        return [_encode(Rendered(text, [(0, len(text))]), tokenizer)]
-    return [_encode(rendered, tokenizer) for rendered in find_answers(conversation, tokenizer)]
+    try:
+        if conversation.messages is None:
+            return [_plain_sample(conversation, tokenizer, loss_on)]
+        if loss_on == "all":
+            text = _render(conversation, tokenizer, conversation.messages)
+            return [_encode(Rendered(text, [(0, len(text))]), tokenizer)]
+        return [_encode(rendered, tokenizer) for rendered in find_answers(conversation, tokenizer)]
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(f"{conversation.place}: {half!r} is half a character; correct the record") from None
 
 
 def find_answers(conversation: Conversation, tokenizer: ChatTokenizer) -> list[Rendered]:
