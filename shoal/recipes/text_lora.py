@@ -69,7 +69,7 @@ class TextLoraRecipe(CausalLMRecipe):
         return self.prepared.evaluation
 
     def data_summary(self) -> str:
-        return describe_data(self.prepared)
+        return describe_data(self.prepared, self.tokenizer)
 
     def data_warnings(self) -> list[str]:
         return data_warnings(self.prepared, self.tokenizer)

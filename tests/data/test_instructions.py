@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shoal.data.instructions import InstructionDataset, open_instructions, prepare_instructions
 from shoal.data.instructions import prepare as prepare_module
 from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, with_added_tokens
+from shoal.data.instructions.describe import describe_data, view_data
 from shoal.data.instructions.records import Conversation, Record, detect_format, to_conversation
 from shoal.data.instructions.spans import Sample, make_samples
 from shoal.data.instructions.templates import TEMPLATES
@@ -183,6 +184,23 @@ def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, Chat
     assert after("qwen3", "gemma") == "<end_of_turn>\n"
     assert after("qwen3", "{{ raise_exception('no') }}") is None
     assert load_chat_tokenizer("bytes").unended_answer is None  # without a template the end-of-text token follows
+
+
+def test_a_template_that_asks_for_today_gets_one_date(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S') }} {% for m in messages %}{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{% endif %}"
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT[:2]}])
+    tokenizer = load_chat_tokenizer("bytes", template)
+    assert tokenizer.render(CHAT[:1]) == f"26 Jul 2024 00:00:00 {QUESTION}"
+    data = load(bytes_config(tmp_path, train_file=file, chat_template=template))
+    assert describe_data(data, tokenizer).endswith("today's date in the template: 2024-07-26")
+    assert view_data(data, tokenizer, 1).facts["template"].endswith("today's date in the template: 2024-07-26")
+    defined = load_chat_tokenizer(
+        "bytes", "\n {% if strftime_now is defined %}{{ strftime_now(format='%-d.%m') }}{% endif %}"
+    )
+    assert defined.render(CHAT) == "\n26.07"
+    assert "2024" in tokenizer.identity
+    assert "2024" not in load_chat_tokenizer("bytes", "chatml").identity
 
 
 def test_a_tokenizer_with_several_templates(tmp_path: Path) -> None:

@@ -140,13 +140,15 @@ def test_a_mixture_is_the_same_over_resume_and_world_size(tmp_path: Path) -> Non
 
 
 def test_a_mixture_says_how_often_samples_are_seen(tmp_path: Path) -> None:
-    summary = describe_data(mixture(tmp_path))
+    summary = describe_data(mixture(tmp_path), load_chat_tokenizer("bytes"))
     assert summary.startswith("40 samples, 3")
     assert "; format text, loss on answers; " in summary
     assert "small.jsonl 25.0% (each sample 2.50 times an epoch)" in summary
     assert "large.jsonl 75.0% (each sample 1.00 times an epoch)" in summary
     packed = mixture(tmp_path, packing=True)
-    assert describe_data(packed).startswith(f"packs, {packed.train.fill():.1%} full, of 40 samples, 3")
+    assert describe_data(packed, load_chat_tokenizer("bytes")).startswith(
+        f"packs, {packed.train.fill():.1%} full, of 40 samples, 3"
+    )
     texts = b"".join(bytes(packed.train[i]["input_ids"].tolist()) for i in range(len(packed.train)))
     assert texts.count(b"small") == 10
     assert texts.count(b"large") == 30

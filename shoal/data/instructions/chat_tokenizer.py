@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.hub import hub
-from shoal.data.instructions.templates import TEMPLATES
+from shoal.data.instructions.templates import TEMPLATE_DATE, TEMPLATES, with_fixed_date
 from shoal.data.tokenizer import add_tokens, refuse_bytes
 from shoal.errors import UserError, one_line
 
@@ -42,8 +42,14 @@ class ChatTokenizer:
                 self.template,
                 self.tool_template,
                 str(tokenizer.special_tokens_map),
+                *([str(TEMPLATE_DATE)] if self.writes_date else []),
             ]
         )
+
+    @property
+    def writes_date(self) -> bool:
+        """True if a template asks for today's date. It gets `TEMPLATE_DATE`."""
+        return any(one is not None and with_fixed_date(one) != one for one in (self.template, self.tool_template))
 
     @property
     def filler(self) -> int:
@@ -118,7 +124,7 @@ class ChatTokenizer:
                 self._tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
-                    chat_template=(self.tool_template if tools else None) or self.template,
+                    chat_template=with_fixed_date((self.tool_template if tools else None) or self.template),
                     add_generation_prompt=prompt,
                     tokenize=False,
                 )

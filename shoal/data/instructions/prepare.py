@@ -42,7 +42,7 @@ from shoal.data.instructions.spans import make_samples
 from shoal.data.token_cache import ArrayWriter, atomic_write, locked, open_tokens
 from shoal.errors import UserError
 
-_FORMAT = "shoal-instructions-2"
+_FORMAT = "shoal-instructions-3"
 _CHUNK = 256
 """How many records a worker gets at once. Fewer are tokenised without workers."""
 _MOST_WORKERS = 8
