@@ -91,12 +91,10 @@ def _what_was_done(summaries: list[dict[str, int]]) -> list[str]:
 
 def _shares(prepared: Prepared) -> list[str]:
     """Returns the sets of a mixture with their shares of an epoch, and how often it has their samples."""
-    total = sum(source.weight or 0 for source in prepared.config.sources)
+    weights = prepared.config.weights
     return [
-        f"{one['name']} {(source.weight or 0) / total:.1%} (each sample {repeat:.2f} times an epoch)"
-        for one, source, repeat in zip(
-            prepared.summaries("train"), prepared.config.sources, prepared.repeats, strict=True
-        )
+        f"{one['name']} {weight / sum(weights):.1%} (each sample {repeat:.2f} times an epoch)"
+        for one, weight, repeat in zip(prepared.summaries("train"), weights, prepared.repeats, strict=True)
     ]
 
 

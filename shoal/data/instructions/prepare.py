@@ -46,6 +46,8 @@ _FORMAT = "shoal-instructions-3"
 _CHUNK = 256
 """How many records a worker gets at once. Fewer are tokenised without workers."""
 _MOST_WORKERS = 8
+_MOST_SAMPLES = 1 << 28
+"""The longest epoch of a mixture. Its order takes 8 bytes a sample."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def prepare_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -
         part = "held out" if held_out else "all"
         evaluation = [_prepare_set(key, config.eval_sources, config, tokenizer, part)] if config.eval_sources else []
         names = {"train": train, "eval": evaluation}
+        Prepared(config, tokenizer.filler, names).repeats  # noqa: B018, refuses weights that make an epoch too long
         if config.packing:
             for side in (side for side in names if names[side]):
                 Prepared(config, tokenizer.filler, names).write_packs(side)
@@ -271,8 +274,15 @@ class Prepared:
     @cached_property
     def _mixture(self) -> tuple[list[int], list[int]]:
         sizes = [len(one) for one in self.sets("train")]
-        weights = [source.weight or 1.0 for source in self.config.sources] if self.config.is_mixture else []
-        return sizes, epoch_counts(sizes, weights) if weights else sizes
+        if not self.config.is_mixture:
+            return sizes, sizes
+        counts = epoch_counts(sizes, self.config.weights)
+        if sum(counts) > _MOST_SAMPLES:
+            raise UserError(
+                f"dataset.train_file: with these weights an epoch has {sum(counts):,} samples, more than "
+                f"{_MOST_SAMPLES:,}, because every file is seen whole in it; give large files larger weights"
+            )
+        return sizes, counts
 
     def samples(self, side: str) -> Samples:
         """Returns the samples of an epoch of a side, one by one."""
