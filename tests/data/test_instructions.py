@@ -320,6 +320,20 @@ def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
     assert texts == [b"Twothree\0", b"Fourfive\0", b"Onetwo\0"]
 
 
+def test_cells_of_a_table_that_read_like_no_value_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "a.csv").write_text("instruction,input,output\n1,,NA\nb,,null\nc,None,nan\n")
+    data = load(bytes_config(tmp_path, train_file=str(tmp_path / "a.csv"), max_seq_length=512))
+    texts = [bytes(data.train[i]["input_ids"].tolist()).decode() for i in range(3)]
+    assert [text.rpartition("\n")[2] for text in texts] == ["NA\0", "null\0", "nan\0"]
+    assert ["### Input:" in text for text in texts] == [False, False, True]
+
+
+def test_a_list_after_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([SHAPES["text"]] * 2), encoding="utf-8-sig")
+    assert len(load(bytes_config(tmp_path, train_file=str(tmp_path / "a.json"))).train) == 2
+
+
 def test_labels_are_the_next_tokens_that_count(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
     for loss_on, counted in (("answers", b"cd\0"), ("all", b"bcd\0")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ _KEYS_BY_FORMAT = {
     "text": ("text",),
 }
 """The keys that a record of each format must have. `auto` takes the first format whose keys a record has."""
+
+_CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+"""Only an empty cell has no value: NA, null and None are texts, such as answers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def open_records(key: str, source: DataSource) -> RecordFile:
         raise UserError(f"{key} = {name!r}: no such file{near_names(name)}; correct the path")
     with hub(key, name, "datasets", local=path.exists()) as datasets:
         if path.is_file():
-            builder = datasets.load_dataset_builder(READERS[suffix], source.config, data_files=str(path))
+            options = _CSV_OPTIONS if suffix == ".csv" else {}
+            builder = datasets.load_dataset_builder(READERS[suffix], source.config, data_files=str(path), **options)
         else:
             builder = datasets.load_dataset_builder(str(path) if path.is_dir() else name, source.config)
         builder.download_and_prepare()
@@ -125,7 +130,7 @@ def _read_json(key: str, path: Path) -> Iterator[Record]:
     """Yields the objects of a file of JSON lines, or of a JSON file with a list of objects."""
     count = 0
     with path.open("rb") as file:
-        start = file.read(1 << 12).lstrip()
+        start = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     if path.suffix.lower() == ".json" and start.startswith(b"["):
         for number, fields in enumerate(_parse(key, path, path.read_bytes(), "it"), 1):
             yield _record(key, f"{path}, item {number}", fields)
