@@ -71,6 +71,9 @@ class TextLoraRecipe(CausalLMRecipe):
     def data_summary(self) -> str:
         return describe_data(self.prepared, self.tokenizer)
 
+    def data_digests(self) -> dict[str, dict[str, str]]:
+        return self.prepared.digests()
+
     def data_warnings(self) -> list[str]:
         return data_warnings(self.prepared, self.tokenizer)
 

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from verify.runs import failed, runner_on
 
 from shoal.checkpoint.export import export
 from shoal.checkpoint.export_folders import _write_tokenizer
+from shoal.checkpoint.same_data import check_same_data
 from shoal.cli.data import _coloured
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
@@ -127,6 +129,30 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert losses("parts", 3, 6) == whole
     report = (tmp_path / "whole" / "report.txt").read_text()
     assert re.search(r"facts.jsonl 66.7% \(each sample 1.25 times an epoch\); .*other.jsonl 33.3%", report)
+
+
+def test_a_run_does_not_resume_with_other_records(tmp_path: Path) -> None:
+    def run_until(end: int, allowed: str = "", **dataset: Any) -> None:
+        training = {"max_steps": end, "lr_scheduler": "constant"}
+        config = tree(tmp_path, dataset={"eval_fraction": 0.3, **dataset}, training=training)
+        train(check_run({**config, "checkpoint": {"allow_changed": [allowed] if allowed else []}}))
+
+    run_until(1)
+    lines = (tmp_path / "facts.jsonl").read_text()
+    (tmp_path / "facts.jsonl").write_text(lines.replace(", ", ",  "))  # other bytes, and the same samples
+    run_until(2)
+    write_lines(tmp_path / "facts.jsonl", facts(9)[1:])
+    message = (
+        r"^dataset.train_file: .*facts.jsonl: it gives other samples than those that .*step_00000002 was trained on"
+    )
+    assert_refused(message, lambda: run_until(3))
+    run_until(3, "dataset.train_file")
+    run_until(4)
+    run_until(5, "dataset.max_seq_length", max_seq_length=100, too_long="truncate")
+    (manifest,) = (tmp_path / "out" / "checkpoints").glob("*5/manifest.json")
+    assert [*json.loads(manifest.read_text())["data"]] == ["dataset.train_file"]
+    earlier: Any = SimpleNamespace(manifest={"config": {}})  # of a version that stored no digests
+    check_same_data(earlier, {"dataset.train_file": {"a.jsonl": "0"}}, {}, [])
 
 
 def train_here(config: dict[str, Any]) -> tuple[str | None, float]:

@@ -166,6 +166,7 @@ def _write_set(
     formats: dict[str, None] = {}
     records = _select(chain.from_iterable(_with_format(file, config.format, formats) for file in files), config, part)
     counts, end, num_counted = Counts(), 0, 0
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
     with ExitStack() as stack:
         names = {"tokens": np.int32, "counted": np.bool_, "bounds": np.int64}
         arrays = {
@@ -181,6 +182,8 @@ def _write_set(
             arrays["tokens"].append(chunk.tokens)
             arrays["counted"].append(chunk.counted)
             arrays["bounds"].append(end + np.cumsum(chunk.lengths))
+            for digest, values in zip(digests, (chunk.tokens, chunk.counted, np.array(chunk.lengths)), strict=True):
+                digest.update(values.tobytes())
             end, num_counted = end + len(chunk.tokens), num_counted + int(chunk.counted.sum())
             counts.add(chunk.counts)
             progress.update(task, advance=len(chunk.lengths), description=f"tokenised {counts.records:,} records")
@@ -196,6 +199,7 @@ def _write_set(
         "samples": samples,
         "tokens": end,
         "counted": num_counted,
+        "digest": hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest(),
         **asdict(counts),
     }
     with atomic_write(summary) as file:
@@ -264,6 +268,16 @@ class Prepared:
     def summaries(self, side: str) -> list[dict[str, Any]]:
         """Returns what was done to the records of each set of a side."""
         return [json.loads((self.config.cache_folder() / f"{name}.json").read_text()) for name in self._names[side]]
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Returns for each config key that names files a digest of the samples that they give, by the files' names."""
+        digests: dict[str, dict[str, str]] = {}
+        for side in self._names:
+            key = "dataset.eval_file" if side == "eval" and self.config.eval_file is not None else "dataset.train_file"
+            for one in self.summaries(side):
+                of_key = digests.setdefault(key, {})
+                of_key[one["name"]] = of_key.get(one["name"], "") + one["digest"]  # a name can have several splits
+        return digests
 
     @cached_property
     def repeats(self) -> list[float]:
