@@ -287,6 +287,9 @@ def _write_tokenizer(transformers: Any, recipe: Any, folder: Path) -> tuple[str,
         wrapped.save_pretrained(folder)
     if template := getattr(recipe.tokenizer, "template", None):  # the one that the model was trained with
         (folder / "chat_template.jinja").write_text(template)
+    if tool_template := getattr(recipe.tokenizer, "tool_template", None):
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_template)
     opened = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = "The same words, before and after." + "".join(added)
     if opened.encode(text, add_special_tokens=False) != recipe.tokenizer.encode(text).tolist():

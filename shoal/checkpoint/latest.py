@@ -98,7 +98,8 @@ def check_same_model(
     """
     if not describe_differences(checkpoint.shapes, shapes):
         return
-    changes = [change for change in _changes(checkpoint, config) if change[0].startswith(_MODEL_KEYS)] if config else []
+    changes = changed_keys(checkpoint, config) if config else []
+    changes = [change for change in changes if change[0].startswith(_MODEL_KEYS)]
     cause = "".join(f"{key} = {now!r} (was {then!r}): " for key, now, then in changes[:1])
     differences = describe_differences(checkpoint.shapes, shapes, shown=1 if cause else 3)
     advice = f"set it back, or {advice}" if cause else advice
@@ -123,7 +124,7 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
 
     `allowed` is checkpoint.allow_changed: keys and sections that may change.
     """
-    for key, now, then in _changes(checkpoint, config):
+    for key, now, then in changed_keys(checkpoint, config):
         if not is_allowed(key, allowed):
             raise UserError(
                 f"{key} = {now!r}, but {checkpoint.folder} was saved with {then!r}; set it back, choose another "
@@ -131,7 +132,7 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
             )
 
 
-def _changes(checkpoint: Checkpoint, config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def changed_keys(checkpoint: Checkpoint, config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Returns the keys of recipe, model, data and seed that have changed since a checkpoint was saved, each with its
     value now and then."""
     then, now = _identity(checkpoint.manifest["config"]), _identity(config)

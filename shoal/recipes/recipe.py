@@ -92,6 +92,13 @@ class Recipe(HookMethods):
         """Returns a line about the training data, for the report at step 1. By default it is empty."""
         return ""
 
+    def data_digests(self) -> Mapping[str, Mapping[str, str]]:
+        """Returns for config keys that name files, such as `dataset.train_file`, a digest of what was read from each.
+
+        A run does not resume from a checkpoint that has others. By default there are none, and nothing is compared.
+        """
+        return {}
+
     def data_warnings(self) -> Sequence[str]:
         """Returns what looks like a mistake in the data, a line each. `shoal train` and `shoal data` show them."""
         return ()

@@ -25,6 +25,7 @@ from shoal.models.causal_attention import NAME
 from shoal.models.generate import generate_greedily
 from shoal.models.packed_attention import PACKABLE, as_mask, positions_of
 from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.recipes.causal_lm.recipe import max_positions
 
 
 class TextLoraRecipe(CausalLMRecipe):
@@ -68,7 +69,10 @@ class TextLoraRecipe(CausalLMRecipe):
         return self.prepared.evaluation
 
     def data_summary(self) -> str:
-        return describe_data(self.prepared)
+        return describe_data(self.prepared, self.tokenizer)
+
+    def data_digests(self) -> dict[str, dict[str, str]]:
+        return self.prepared.digests()
 
     def data_warnings(self) -> list[str]:
         return data_warnings(self.prepared, self.tokenizer)
@@ -124,16 +128,22 @@ class TextLoraRecipe(CausalLMRecipe):
         return None
 
     def preview_texts(self, model: nn.Module, index: int, parts: int) -> list[str]:
-        """Returns the model's answers to some of the first prompts of the evaluation data, beside the references."""
+        """Returns the model's answers to some of the first prompts of the evaluation data, beside the references.
+
+        Answers end where the model has no positions left after the longest prompt. Of a prompt that leaves no position
+        only the end is kept.
+        """
         if not self._exchanges:
             return []
         device = torch.get_default_device()
         device = next(model.parameters()).device if device.type == "cpu" else device
         # A rank without a prompt answers the first one all the same: a sharded model needs all ranks in each forward.
         shared = self._exchanges[index::parts]
-        prompts = [exchange.prompt.to(device) for exchange in shared or self._exchanges[:1]]
-        longest = max(len(exchange.reference) for exchange in self._exchanges)
-        number = min(self.config.dataset.preview_tokens, longest + 8)
+        # The number of tokens depends on all prompts, also on those of other ranks: it is the number of forwards.
+        wanted = min(self.config.dataset.preview_tokens, max(len(one.reference) for one in self._exchanges) + 8)
+        limit = max_positions(self.transformers_config.get_text_config()) or 1 << 30
+        number = max(1, min(wanted, limit - max(len(one.prompt) for one in self._exchanges)))
+        prompts = [one.prompt[-(limit - number) :].to(device) for one in shared or self._exchanges[:1]]
         answers = generate_greedily(model, prompts, number, self.tokenizer.filler)[: len(shared)]
         return [
             exchange.describe(self.tokenizer, answer) for exchange, answer in zip(shared, answers.tolist(), strict=True)

@@ -11,7 +11,7 @@ import torch
 from shoal.checkpoint import find_latest_checkpoint, step_folders
 from shoal.checkpoint.inspect import open_step_folder
 from shoal.checkpoint.trained_model import built_in_recipe, make_recipe
-from shoal.errors import UserError
+from shoal.errors import UserError, one_line
 from shoal.training.load import load
 from shoal.training.preview import without_cudnn_attention
 
@@ -46,7 +46,12 @@ class Chat:
     def answer(self, text: str, show: Print) -> str:
         """Returns the model's answer to a turn, or the continuation of a text; `show` gets it piece by piece."""
         self._messages.append({"role": "user", "content": text})
-        prompt = self.tokenizer.render(self._messages, prompt=True) if self.has_template else text
+        try:
+            prompt = self.tokenizer.render(self._messages, prompt=True) if self.has_template else text
+            prompt.encode()
+        except ValueError as error:  # of a template that refuses it, or of bytes that are no text
+            self._messages.pop()
+            raise UserError(f"the prompt cannot be used: {one_line(error)}; give another text") from None
         ids = torch.as_tensor(self.tokenizer.encode(prompt).tolist(), device=self.model.device)[None]
         room = (getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30) - ids.shape[1]
         if not ids.numel() or room < 1:

@@ -46,6 +46,7 @@ class Checkpoints:
         self.run, self.session, self.warn = run, session, warn
         config, strategy = run.config.checkpoint, session.strategy
         self._recipe_source = recipe_source(run.recipe_type)
+        self._data_digests = session.recipe.data_digests()
         self.manager = CheckpointManager(
             Path(run.config.output_dir),
             config.keep_last,
@@ -137,6 +138,7 @@ class Checkpoints:
             "config": self.run.tree(),
             **({"optimizer": self.session.optimizer_name} if is_by_recipe(self.session.optimizer) else {}),
             "recipe_source": self._recipe_source,
+            **({"data": self._data_digests} if self._data_digests else {}),
             **tied_and_buffers(self.session.model),
         }
         state, base = self._state(hooks)

@@ -19,6 +19,7 @@ from shoal.checkpoint.init_from import weights_for_model
 from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.latest import check_same_model, check_same_run, is_allowed
 from shoal.checkpoint.regions import Held
+from shoal.checkpoint.same_data import check_same_data
 from shoal.config import Run, derive_batches
 from shoal.config.schema import TrainingConfig
 from shoal.data import BatchSchedule
@@ -101,6 +102,7 @@ def restore(
             since_log = _since_log(checkpoint)
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()}, config=run.tree())
             check_same_run(checkpoint, run.tree(), allowed)
+            check_same_data(checkpoint, session.recipe.data_digests(), run.tree(), allowed)
             change = optimizer_change(checkpoint, run, session)
             _check_allowed(change, checkpoint, run)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)

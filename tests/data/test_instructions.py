@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from shoal.data.instructions import InstructionDataset, open_instructions, prepare_instructions
 from shoal.data.instructions import prepare as prepare_module
-from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from shoal.data.instructions.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, with_added_tokens
+from shoal.data.instructions.describe import describe_data, view_data
 from shoal.data.instructions.records import Conversation, Record, detect_format, to_conversation
 from shoal.data.instructions.spans import Sample, make_samples
 from shoal.data.instructions.templates import TEMPLATES
@@ -139,6 +140,33 @@ def test_templates_by_name(name: str, tmp_path: Path) -> None:
     assert first.endswith(ends.get(name, "\0"))
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_by_name_refuse_tools_and_tool_calls(name: str, tokenizers: dict[str, ChatTokenizer]) -> None:
+    """A call that is left out would be learnt as an empty answer, or as the word None."""
+    by_name = {name: load_chat_tokenizer(tokenizers["qwen3"].name, name)}
+
+    def refused(what: str, messages: Any, tools: Any = None) -> None:
+        message = f"a.jsonl, line 1: the chat template of .* {name} writes no {what} .*leave dataset.chat_template out"
+        assert_refused(message, lambda: answers(name, by_name, messages, tools))
+
+    for content in ("", None):
+        refused("tool calls", [WITH_TOOLS[0], {**WITH_TOOLS[1], "content": content}])
+    refused("tools", CHAT, TOOLS)
+    assert answers(name, by_name, CHAT)
+
+
+def test_contents_that_are_lists_of_texts_are_joined(tokenizers: dict[str, ChatTokenizer]) -> None:
+    def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+        head, tail = message["content"][:3], message["content"][3:]
+        return {**message, "content": [{"type": "text", "text": head}, {"type": "text", "text": tail}]}
+
+    for model in ("llama31", "qwen3", "gemma", "mistral"):
+        assert answers(model, tokenizers, [*map(in_parts, CHAT)]) == answers(model, tokenizers, CHAT)
+    image = {**USER, "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": QUESTION}]}
+    message = r"a.jsonl, line 1: message 1 \(user\) has a part 'image' that is no text; remove the part or the record"
+    assert_refused(message, lambda: answers("qwen3", tokenizers, [image, ASSISTANT]))
+
+
 def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, ChatTokenizer]) -> None:
     """The tokenizer must know the token that ends it; a blank may come before."""
     for model in ("llama31", "qwen3", "gemma", "mistral"):
@@ -156,6 +184,48 @@ def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, Chat
     assert after("qwen3", "gemma") == "<end_of_turn>\n"
     assert after("qwen3", "{{ raise_exception('no') }}") is None
     assert load_chat_tokenizer("bytes").unended_answer is None  # without a template the end-of-text token follows
+
+
+def test_a_template_that_asks_for_today_gets_one_date(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S') }} {% for m in messages %}{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{% endif %}"
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT[:2]}])
+    tokenizer = load_chat_tokenizer("bytes", template)
+    assert tokenizer.render(CHAT[:1]) == f"26 Jul 2024 00:00:00 {QUESTION}"
+    data = load(bytes_config(tmp_path, train_file=file, chat_template=template))
+    assert describe_data(data, tokenizer).endswith("today's date in the template: 2024-07-26")
+    assert view_data(data, tokenizer, 1).facts["template"].endswith("today's date in the template: 2024-07-26")
+    defined = load_chat_tokenizer(
+        "bytes", "\n {% if strftime_now is defined %}{{ strftime_now(format='%-d.%m') }}{% endif %}"
+    )
+    assert defined.render(CHAT) == "\n26.07"
+    assert "2024" in tokenizer.identity
+    assert "2024" not in load_chat_tokenizer("bytes", "chatml").identity
+
+
+def test_a_tokenizer_with_several_templates(tmp_path: Path) -> None:
+    """`default` is used, and `tool_use` for records with tools."""
+    from transformers import AutoTokenizer
+
+    turn = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    turn += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    several = {name: f"{name} {turn}" for name in ("default", "tool_use", "rag")}
+
+    def folder_with(*names: str) -> str:
+        wrapped = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, "qwen3"))
+        wrapped.chat_template = {name: several[name] for name in names}
+        wrapped.save_pretrained(tmp_path / "".join(names))
+        return str(tmp_path / "".join(names))
+
+    folder = folder_with("default", "tool_use", "rag")
+    for tokenizer in (load_chat_tokenizer(folder), with_added_tokens(load_chat_tokenizer(folder), ["<fox>"])):
+        assert tokenizer.render(CHAT).startswith("default user:")
+        assert tokenizer.render(CHAT, TOOLS).startswith("tool_use user:")
+    assert load_chat_tokenizer(folder, "rag").render(CHAT, TOOLS).startswith("rag user:")
+    folder = folder_with("rag", "tool_use")
+    message = "dataset.tokenizer = .*: it has the chat templates '.*', '.*', and none is the default; name one in datas"
+    assert_refused(message, lambda: load_chat_tokenizer(folder))
+    assert load_chat_tokenizer(folder, "rag").render(CHAT).startswith("rag user:")
 
 
 ALPACA = {"instruction": QUESTION, "input": "", "output": ANSWER}
@@ -184,6 +254,14 @@ def test_the_shapes_of_records(shape: str, tokenizers: dict[str, ChatTokenizer])
         assert counted == f"{ANSWER}<|eot_id|>"
 
 
+def test_only_the_completion_counts_if_both_are_messages(tokenizers: dict[str, ChatTokenizer]) -> None:
+    record = Record("here", {"prompt": CHAT[:3], "completion": CHAT[3:]})
+    conversation = to_conversation(record, "prompt_completion", as_chat=True)
+    (sample,) = make_samples(conversation, tokenizers["llama31"], "answers")
+    assert counted_texts(sample, tokenizers["llama31"]) == ["Rome.<|eot_id|>"]
+    assert "Paris." in tokenizers["llama31"].decode(sample.tokens)
+
+
 def test_a_system_text_beside_the_turns(tokenizers: dict[str, ChatTokenizer]) -> None:
     for shape in ("alpaca", "sharegpt"):
         record = Record("here", {**SHAPES[shape], "system": "Be brief."})
@@ -201,6 +279,10 @@ def test_alpaca_records_without_a_chat_template() -> None:
     assert counted_texts(sample, tokenizer) == ["Paris.\0"]
     assert f"### Instruction:\n{QUESTION}\n\n### Input:\na map\n\n### Response:\n" in tokenizer.decode(sample.tokens)
     assert "paired with an input" in tokenizer.decode(sample.tokens)
+    record = Record("here", {**ALPACA, "system": "Be brief."})
+    (sample,) = make_samples(to_conversation(record, "alpaca", as_chat=False), tokenizer, "answers")
+    assert counted_texts(sample, tokenizer) == ["Paris.\0"]
+    assert tokenizer.decode(sample.tokens).startswith("Be brief.\n\nBelow is an instruction")
 
 
 def test_a_token_across_the_border_counts(tokenizers: dict[str, ChatTokenizer]) -> None:
@@ -211,6 +293,24 @@ def test_a_token_across_the_border_counts(tokenizers: dict[str, ChatTokenizer]) 
     assert counted_texts(sample, tokenizer) == [" is the capital<|im_end|>"]
 
 
+def test_a_special_token_that_takes_the_white_space_of_an_answer_does_not_count(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    wrapped = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, "qwen3", template=False))
+    marks = [AddedToken(f"<|{role}|>", rstrip=True, special=True) for role in ("user", "assistant", "end")]
+    wrapped.add_special_tokens({"additional_special_tokens": marks})
+    wrapped.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    phi = {"phi": ChatTokenizer("phi", wrapped)}
+    turns = [USER, {**ASSISTANT, "content": "\n Paris."}]
+    assert answers("phi", phi, turns * 2) == [["Paris.<|end|>", "Paris.<|end|>"]]
+    (plain,) = make_samples(Conversation("", prompt="<|assistant|>", completion=" Rome"), phi["phi"], "answers")
+    assert counted_texts(plain, phi["phi"]) == ["Rome<|im_end|>"]
+
+
 def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "a.csv").write_text("prompt,completion\nTwo,three\nFour,five\n")
@@ -218,6 +318,20 @@ def test_other_files_are_read_by_datasets(tmp_path: Path) -> None:
     data = load(bytes_config(tmp_path, train_file=[str(tmp_path / "a.csv"), str(tmp_path / "b.json")]))
     texts = [bytes(data.train[i]["input_ids"].tolist()) for i in range(3)]
     assert texts == [b"Twothree\0", b"Fourfive\0", b"Onetwo\0"]
+
+
+def test_cells_of_a_table_that_read_like_no_value_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "a.csv").write_text("instruction,input,output\n1,,NA\nb,,null\nc,None,nan\n")
+    data = load(bytes_config(tmp_path, train_file=str(tmp_path / "a.csv"), max_seq_length=512))
+    texts = [bytes(data.train[i]["input_ids"].tolist()).decode() for i in range(3)]
+    assert [text.rpartition("\n")[2] for text in texts] == ["NA\0", "null\0", "nan\0"]
+    assert ["### Input:" in text for text in texts] == [False, False, True]
+
+
+def test_a_list_after_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([SHAPES["text"]] * 2), encoding="utf-8-sig")
+    assert len(load(bytes_config(tmp_path, train_file=str(tmp_path / "a.json"))).train) == 2
 
 
 def test_labels_are_the_next_tokens_that_count(tmp_path: Path) -> None:
@@ -310,6 +424,7 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         ('{"text": "a"}\n{"prompt": "b"}\n', r"dataset.format = text: .*bad.jsonl, line 2 has no key 'text'"),
         ('{"question": "a"}\n', r"dataset.format = auto: .*bad.jsonl, line 1 has the keys question; rename them"),
         ('{"text": ""}\n', r"bad.jsonl, line 1: its text is empty; remove the record"),
+        ('{"text": "a"}\n{"text": "a \\ud83d b"}\n', r"bad.jsonl, line 2: '\\ud83d' is half a character"),
         ('{"messages": []}\n', r"line 1: its messages are not a list with at least one message"),
         ('{"messages": [{"role": "user"}]}\n', r"line 1: message 1 \(user\) has no content"),
         ('{"messages": [{"content": "a"}]}\n', r"line 1: message 1 has no role"),

@@ -13,12 +13,14 @@ from chat_tokenizers import write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.config.validation import validate
 from shoal.data import BatchSchedule, Loader
 from shoal.data.instructions import InstructionDataset, Packs, collate_samples, open_instructions, prepare_instructions
 from shoal.data.instructions.chat_tokenizer import load_chat_tokenizer
 from shoal.data.instructions.describe import describe_data
 from shoal.data.instructions.mixture import epoch_counts, epoch_samples
 from shoal.data.instructions.packing import pack
+from shoal.errors import UserError
 
 
 def load(tmp_path: Path, **keys: Any) -> Any:
@@ -139,14 +141,39 @@ def test_a_mixture_is_the_same_over_resume_and_world_size(tmp_path: Path) -> Non
     assert texts_of(data, ranks=4, positions=(0, 8, 24)) == whole
 
 
+def test_weights_that_make_no_epoch_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+
+    def made(*weights: float) -> Any:
+        keys = {"tokenizer": "bytes", "max_seq_length": 64, "cache_dir": str(tmp_path / "cache")}
+        entries = [{"file": file, "weight": weight} for weight in weights]
+        config = validate(InstructionDataset, {**keys, "train_file": entries}, {})
+        prepare_instructions(config, tokenizer := load_chat_tokenizer("bytes"))
+        return open_instructions(config, tokenizer)
+
+    for weights in ((1.0, 1e-9), (1.0, 1e-300), (1e300, 1.0)):
+        with pytest.raises(UserError, match=r"dataset.train_file: a weight of .* is more than 1,000,000 times"):
+            made(*weights)
+    for weight in (0.0, -1.0):
+        with pytest.raises(UserError, match=rf"train_file.1.weight = {weight}: should be greater than 0$"):
+            made(1.0, weight)
+    for same in (5e-324, 1e308):
+        assert len(made(same, same).train) == 4
+    monkeypatch.setattr("shoal.data.instructions.prepare._MOST_SAMPLES", 100)
+    with pytest.raises(UserError, match=r"train_file: with these weights an epoch has 202 samples, more than 100, bec"):
+        made(1.0, 100.0)
+
+
 def test_a_mixture_says_how_often_samples_are_seen(tmp_path: Path) -> None:
-    summary = describe_data(mixture(tmp_path))
+    summary = describe_data(mixture(tmp_path), load_chat_tokenizer("bytes"))
     assert summary.startswith("40 samples, 3")
     assert "; format text, loss on answers; " in summary
     assert "small.jsonl 25.0% (each sample 2.50 times an epoch)" in summary
     assert "large.jsonl 75.0% (each sample 1.00 times an epoch)" in summary
     packed = mixture(tmp_path, packing=True)
-    assert describe_data(packed).startswith(f"packs, {packed.train.fill():.1%} full, of 40 samples, 3")
+    assert describe_data(packed, load_chat_tokenizer("bytes")).startswith(
+        f"packs, {packed.train.fill():.1%} full, of 40 samples, 3"
+    )
     texts = b"".join(bytes(packed.train[i]["input_ids"].tolist()) for i in range(len(packed.train)))
     assert texts.count(b"small") == 10
     assert texts.count(b"large") == 30

@@ -331,6 +331,8 @@ def test_a_conversation_follows_its_template(step_dir: Path, monkeypatch: pytest
     assert first == "".join(pieces)
     chat.answer("yo", pieces.append)
     assert prompts == ["<u>hi|<a>", f"<u>hi|<a>{first}|<u>yo|<a>"]
+    with pytest.raises(UserError, match=r"the prompt cannot be used: .*; give another text"):
+        chat.answer("\udcff", pieces.append)  # a byte on the command line that is no text
 
 
 def test_an_adapter_is_uploaded_with_a_model_card(

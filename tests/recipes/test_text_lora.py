@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from verify.runs import failed, runner_on
 
 from shoal.checkpoint.export import export
 from shoal.checkpoint.export_folders import _write_tokenizer
+from shoal.checkpoint.same_data import check_same_data
 from shoal.cli.data import _coloured
 from shoal.config.run import Run, check_run, load_run
 from shoal.errors import UserError
@@ -128,6 +131,30 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert re.search(r"facts.jsonl 66.7% \(each sample 1.25 times an epoch\); .*other.jsonl 33.3%", report)
 
 
+def test_a_run_does_not_resume_with_other_records(tmp_path: Path) -> None:
+    def run_until(end: int, allowed: str = "", **dataset: Any) -> None:
+        training = {"max_steps": end, "lr_scheduler": "constant"}
+        config = tree(tmp_path, dataset={"eval_fraction": 0.3, **dataset}, training=training)
+        train(check_run({**config, "checkpoint": {"allow_changed": [allowed] if allowed else []}}))
+
+    run_until(1)
+    lines = (tmp_path / "facts.jsonl").read_text()
+    (tmp_path / "facts.jsonl").write_text(lines.replace(", ", ",  "))  # other bytes, and the same samples
+    run_until(2)
+    write_lines(tmp_path / "facts.jsonl", facts(9)[1:])
+    message = (
+        r"^dataset.train_file: .*facts.jsonl: it gives other samples than those that .*step_00000002 was trained on"
+    )
+    assert_refused(message, lambda: run_until(3))
+    run_until(3, "dataset.train_file")
+    run_until(4)
+    run_until(5, "dataset.max_seq_length", max_seq_length=100, too_long="truncate")
+    (manifest,) = (tmp_path / "out" / "checkpoints").glob("*5/manifest.json")
+    assert [*json.loads(manifest.read_text())["data"]] == ["dataset.train_file"]
+    earlier: Any = SimpleNamespace(manifest={"config": {}})  # of a version that stored no digests
+    check_same_data(earlier, {"dataset.train_file": {"a.jsonl": "0"}}, {}, [])
+
+
 def train_here(config: dict[str, Any]) -> tuple[str | None, float]:
     outcome = train(check_run(config))
     return outcome.preview, outcome.metrics["eval/loss"]
@@ -181,6 +208,23 @@ def test_each_rank_answers_some_prompts_by_as_many_forwards(tmp_path: Path) -> N
         assert texts_of(index, parts) == expected
         assert net.calls == calls
         assert net.sequences == calls * max(1, len(expected))
+
+
+def test_answers_of_a_preview_end_with_the_positions_of_the_model(tmp_path: Path) -> None:
+    """GPT-2 has learnt positions. The number of forwards is that of the longest prompt on every rank."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    records = [{"prompt": "x" * length, "completion": "y" * 40} for length in (50, 20)]
+    dataset = {"eval_file": write_lines(tmp_path / "long.jsonl", records), "max_seq_length": 64}
+    recipe = make_recipe(check_run(tree(tmp_path, {"config": gpt2}, dataset=dataset)))
+    net = Counting(recipe.build_model().eval())
+    for index, parts, texts in ((0, 1, 2), (1, 2, 1)):
+        net.calls = 0
+        assert len(recipe.preview_texts(net, index, parts)) == texts
+        assert net.calls == 64 - 50
+    recipe._exchanges[0] = replace(recipe._exchanges[0], prompt=torch.arange(80))
+    net.calls = 0
+    assert len(recipe.preview_texts(net, 0, 1)) == 2
+    assert net.calls == 1
 
 
 @pytest.mark.slow
@@ -381,10 +425,13 @@ def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_exported_with_its_template(tmp_path: Path) -> None:
     recipe = make_recipe(check_run(tree(tmp_path, dataset={"chat_template": "alpaca"})))
-    (tmp_path / "hf").mkdir()
-    assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert exported.chat_template == recipe.tokenizer.template
+    for tool_template in (None, "{{ tools }}"):
+        recipe.tokenizer.tool_template = tool_template
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        assert _write_tokenizer(transformers, recipe, tmp_path / "hf") == ()
+        exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+        several = {"default": recipe.tokenizer.template, "tool_use": tool_template}
+        assert exported.chat_template == (several if tool_template else recipe.tokenizer.template)
 
 
 @pytest.mark.slow

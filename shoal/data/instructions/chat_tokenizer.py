@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.hub import hub
-from shoal.data.instructions.templates import TEMPLATES
+from shoal.data.instructions.templates import TEMPLATE_DATE, TEMPLATES, with_fixed_date
 from shoal.data.tokenizer import add_tokens, refuse_bytes
 from shoal.errors import UserError, one_line
 
@@ -29,13 +29,27 @@ class ChatTokenizer:
     """Wraps a fast tokenizer of transformers. It is a `shoal.data.Tokenizer`, too."""
 
     def __init__(self, name: str, tokenizer: Any, chat_template: str | None = None):
-        self.name, self._tokenizer = name, tokenizer
-        self.template: str | None = resolve_template(chat_template) or tokenizer.chat_template
+        self.name, self._tokenizer, self._chat_template = name, tokenizer, chat_template
+        own = tokenizer.chat_template
+        self.template: str | None = resolve_template(name, own, chat_template)
+        self.tool_template: str | None = own.get("tool_use") if isinstance(own, dict) and not chat_template else None
+        """The template for conversations with tools; None if it is the same one."""
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.eos: int | None = tokenizer.eos_token_id
         self.identity = json.dumps(
-            [tokenizer.backend_tokenizer.to_str(), self.template, str(tokenizer.special_tokens_map)]
+            [
+                tokenizer.backend_tokenizer.to_str(),
+                self.template,
+                self.tool_template,
+                str(tokenizer.special_tokens_map),
+                *([str(TEMPLATE_DATE)] if self.writes_date else []),
+            ]
         )
+
+    @property
+    def writes_date(self) -> bool:
+        """True if a template asks for today's date. It gets `TEMPLATE_DATE`."""
+        return any(one is not None and with_fixed_date(one) != one for one in (self.template, self.tool_template))
 
     @property
     def filler(self) -> int:
@@ -50,7 +64,8 @@ class ChatTokenizer:
         return (*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab())
 
     @cached_property
-    def _special_ids(self) -> set[int]:
+    def special_ids(self) -> set[int]:
+        """The numbers of the special tokens."""
         return {*self._tokenizer.convert_tokens_to_ids([*self.special_tokens])}
 
     @cached_property
@@ -89,9 +104,7 @@ class ChatTokenizer:
             return None
         ids, places = self.encode_with_places(before + found + after)
         end = len(before + found)
-        is_ended = any(
-            token in self._special_ids for token, (start, _) in zip(ids, places, strict=True) if start >= end
-        )
+        is_ended = any(token in self.special_ids for token, (start, _) in zip(ids, places, strict=True) if start >= end)
         return after if found and not is_ended else None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
@@ -111,7 +124,7 @@ class ChatTokenizer:
                 self._tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
-                    chat_template=self.template,
+                    chat_template=with_fixed_date((self.tool_template if tools else None) or self.template),
                     add_generation_prompt=prompt,
                     tokenize=False,
                 )
@@ -120,13 +133,18 @@ class ChatTokenizer:
             raise ValueError(one_line(error)) from error
 
     def encode_with_places(self, text: str) -> Encoded:
-        """Returns the tokens of a text, without special tokens around it, each with its characters."""
+        """Returns the tokens of a text, without special tokens around it, each with its characters.
+
+        Raises UnicodeEncodeError for a text with half a character, which JSON can escape as a lone surrogate:
+        tokenizers would raise a TypeError that does not name it.
+        """
+        text.encode()
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
 
     def decode_lines(self, ids: Iterable[int]) -> str:
         """Returns a text for people to read: special tokens end a line, and are left out."""
-        runs = groupby(map(int, ids), key=self._special_ids.__contains__)
+        runs = groupby(map(int, ids), key=self.special_ids.__contains__)
         lines = (self.decode(run, skip_special_tokens=True).strip() for is_mark, run in runs if not is_mark)
         return "\n".join(filter(None, lines))
 
@@ -145,21 +163,33 @@ def with_added_tokens(tokenizer: ChatTokenizer, tokens: Sequence[str]) -> ChatTo
     if tokenizer.name == "bytes":
         refuse_bytes(tokens)
     add_tokens(tokenizer._tokenizer, tokens)
-    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer.template)
+    return ChatTokenizer(tokenizer.name, tokenizer._tokenizer, tokenizer._chat_template)
 
 
-def resolve_template(value: str | None) -> str | None:
-    """Returns the template that `dataset.chat_template` means: a name, a file, or a text."""
-    if value is None or value in TEMPLATES:
-        return TEMPLATES[value] if value is not None else None
+def resolve_template(name: str, own: Any, value: str | None) -> str | None:
+    """Returns the template that `dataset.chat_template` means: a name, a file, or a text.
+
+    `own` is the template of the tokenizer `name`, or a mapping if it has several: then `value` may be one of their
+    names, and without `value` it is the one with the name `default`.
+    """
+    named = own if isinstance(own, dict) else {}
+    if value is None:
+        if named and "default" not in named:
+            raise UserError(
+                f"dataset.tokenizer = {name!r}: it has the chat templates {', '.join(map(repr, named))}, and none is "
+                "the default; name one in dataset.chat_template"
+            )
+        return named["default"] if named else own
+    if value in named or value in TEMPLATES:
+        return str((TEMPLATES | named)[value])
     if "{" in value:
         return value
     path = Path(value).expanduser()
     if path.is_file():
         return path.read_text()
     raise UserError(
-        f"dataset.chat_template = {value!r}: neither a template's name ({', '.join(TEMPLATES)}), nor a file, nor a "
-        "Jinja text; correct it"
+        f"dataset.chat_template = {value!r}: neither a template's name ({', '.join(TEMPLATES | named)}), nor a file, "
+        "nor a Jinja text; correct it"
     )
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from math import frexp, ldexp
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from shoal.errors import UserError
 
 Format = Literal["auto", "text", "alpaca", "prompt_completion", "messages", "sharegpt"]
 TooLong = Literal["truncate", "drop", "split"]
+
+
+_MOST_TIMES = 1e6
+"""The largest weight of a mixture divided by the smallest."""
 
 
 class DataSource(BaseModel):
@@ -25,11 +30,21 @@ class DataSource(BaseModel):
     """A file (.jsonl, .json, .parquet, .csv), or the name of a dataset on the Hugging Face Hub or of its local
     folder."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The share of the samples that come from this entry, relative to the weights of the others."""
+    """The share of the samples that come from this entry, relative to the weights of the others. The largest may be a
+    million times the smallest."""
     split: str = "train"
     """The split of a Hugging Face dataset."""
     config: str | None = None
     """The configuration of a Hugging Face dataset."""
+
+
+def _kind(value: Any) -> str:
+    return "list" if isinstance(value, list) else "options" if isinstance(value, dict | DataSource) else "text"
+
+
+_by_kind = Discriminator(_kind)  # so that a mistake in an entry is named, and not each type that it does not have
+Entry = Annotated[Annotated[str, Tag("text")] | Annotated[DataSource, Tag("options")], _by_kind]
+Entries = Annotated[Annotated[str, Tag("text")] | Annotated[list[Entry], Tag("list")], _by_kind]
 
 
 class InstructionDataset(BaseModel):
@@ -37,10 +52,10 @@ class InstructionDataset(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    train_file: str | list[str | DataSource]
+    train_file: Entries
     """The records to train on: a file (.jsonl, .json, .parquet, .csv), the name of a dataset on the Hugging Face Hub,
     a list of these that is read as one set, or a mixture: a list of `{file: …, weight: …}`."""
-    eval_file: str | list[str | DataSource] | None = None
+    eval_file: Entries | None = None
     """The records to evaluate on, given as in `train_file`."""
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Without `eval_file`: the fraction of the training records that is held out. A hash of the record decides, so
@@ -49,8 +64,8 @@ class InstructionDataset(BaseModel):
     """The shape of the records. `auto` tells by the keys of the first record of each file: `text`; `instruction`,
     `input`, `output` (alpaca); `prompt`, `completion`; `messages`; `conversations` (sharegpt)."""
     chat_template: str | None = None
-    """A template to use instead of the one of the tokenizer: a name (chatml, llama3, gemma, mistral, alpaca), the path
-    of a Jinja file, or the text of a template."""
+    """A template to use instead of the one of the tokenizer: a name (chatml, llama3, gemma, mistral, alpaca, or one of
+    several that the tokenizer has), the path of a Jinja file, or the text of a template."""
     loss_on: Literal["answers", "all"] = "answers"
     """`answers`: only tokens of assistant turns or completions count, with the token that ends them. `all`: every
     token counts. A record of format text has no prompt, so that all of it counts."""
@@ -90,6 +105,12 @@ class InstructionDataset(BaseModel):
                 raise UserError(f"dataset.{key}: some entries have a weight and others have none; give all or none one")
             if any(weighted) and key == "eval_file":
                 raise UserError("dataset.eval_file: weights have no effect in an evaluation; leave them out")
+            weights = [entry.weight for entry in entries if isinstance(entry, DataSource) and entry.weight is not None]
+            if weights and max(weights) / _MOST_TIMES > min(weights):
+                raise UserError(
+                    f"dataset.{key}: a weight of {max(weights):g} beside one of {min(weights):g} is more than "
+                    f"{_MOST_TIMES:,.0f} times as much; give weights that are nearer to each other"
+                )
         if self.eval_file is not None and self.eval_fraction:
             raise UserError(
                 f"dataset.eval_fraction = {self.eval_fraction}: no effect with dataset.eval_file; leave one out"
@@ -116,6 +137,13 @@ class InstructionDataset(BaseModel):
     def is_mixture(self) -> bool:
         """True if the entries of `train_file` have weights."""
         return self.sources[0].weight is not None
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the entries of a mixture, times the power of two that makes the largest about 1."""
+        weights = [source.weight or 1.0 for source in self.sources]
+        exponent = frexp(max(weights))[1]
+        return [ldexp(weight, -exponent) for weight in weights]
 
     def cache_folder(self) -> Path:
         """Returns the folder with the tokens."""

@@ -11,19 +11,20 @@ from shoal.data.instructions.chat_tokenizer import ChatTokenizer
 from shoal.data.instructions.packing import pack
 from shoal.data.instructions.prepare import Prepared
 from shoal.data.instructions.samples import Packs, Samples
+from shoal.data.instructions.templates import TEMPLATE_DATE
 from shoal.data.view import DataView
 
 _BARS = 12
 
 
-def describe_data(prepared: Prepared) -> str:
+def describe_data(prepared: Prepared, tokenizer: ChatTokenizer) -> str:
     """Returns what an epoch of the training data has, and what was done to the records."""
     summaries = prepared.summaries("train")
     samples, tokens, counted = _epoch_totals(prepared)
     packs = f"packs, {prepared.train.fill():.1%} full, of " if isinstance(prepared.train, Packs) else ""
     parts = [f"{packs}{samples:,} samples, {tokens:,} tokens, {counted:,} counted", *_what_was_done(summaries)]
     shares = _shares(prepared) if prepared.config.is_mixture else []
-    return "; ".join([", ".join(parts), ", ".join(_settings(prepared)), *shares])
+    return "; ".join([", ".join(parts), ", ".join(_settings(prepared, tokenizer)), *shares])
 
 
 def data_warnings(prepared: Prepared, tokenizer: ChatTokenizer) -> list[str]:
@@ -48,16 +49,23 @@ def data_warnings(prepared: Prepared, tokenizer: ChatTokenizer) -> list[str]:
     return warnings
 
 
-def _settings(prepared: Prepared) -> list[str]:
+def _settings(prepared: Prepared, tokenizer: ChatTokenizer) -> list[str]:
     """Returns how records became samples."""
     config = prepared.config
     formats = dict.fromkeys(one["format"] for one in prepared.summaries("train"))
     settings = [f"format {', '.join(formats)}", f"loss on {config.loss_on}"]
     if config.chat_template is not None:
         settings.append(f"template {_template_name(config.chat_template)}")
+    if any(one["rendered"] for one in prepared.summaries("train")):
+        settings += _dates(tokenizer)
     if config.pad_to_max:
         settings.append(f"padded to {config.max_seq_length:,} tokens")
     return settings
+
+
+def _dates(tokenizer: ChatTokenizer) -> list[str]:
+    """Returns the date that the template writes, if it writes one."""
+    return [f"today's date in the template: {TEMPLATE_DATE:%Y-%m-%d}"] if tokenizer.writes_date else []
 
 
 def _template_name(chat_template: str) -> str:
@@ -83,12 +91,10 @@ def _what_was_done(summaries: list[dict[str, int]]) -> list[str]:
 
 def _shares(prepared: Prepared) -> list[str]:
     """Returns the sets of a mixture with their shares of an epoch, and how often it has their samples."""
-    total = sum(source.weight or 0 for source in prepared.config.sources)
+    weights = prepared.config.weights
     return [
-        f"{one['name']} {(source.weight or 0) / total:.1%} (each sample {repeat:.2f} times an epoch)"
-        for one, source, repeat in zip(
-            prepared.summaries("train"), prepared.config.sources, prepared.repeats, strict=True
-        )
+        f"{one['name']} {weight / sum(weights):.1%} (each sample {repeat:.2f} times an epoch)"
+        for one, weight, repeat in zip(prepared.summaries("train"), weights, prepared.repeats, strict=True)
     ]
 
 
@@ -100,7 +106,7 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
     template = "none" if tokenizer.template is None else _template_name(config.chat_template or f"of {tokenizer.name}")
     facts = {
         "records": "; ".join(f"{one['records']:,} in {one['name']} ({one['format']})" for one in summaries),
-        "template": template,
+        "template": ", ".join([template, *_dates(tokenizer)]),
         "samples": f"{count:,} an epoch",
         "tokens": f"{tokens:,} an epoch, {counted:,} of them counted ({counted / tokens:.1%})",
         "longest": f"{max(one['longest'] for one in summaries):,} tokens; max_seq_length {config.max_seq_length:,}",

@@ -42,10 +42,12 @@ from shoal.data.instructions.spans import make_samples
 from shoal.data.token_cache import ArrayWriter, atomic_write, locked, open_tokens
 from shoal.errors import UserError
 
-_FORMAT = "shoal-instructions-2"
+_FORMAT = "shoal-instructions-3"
 _CHUNK = 256
 """How many records a worker gets at once. Fewer are tokenised without workers."""
 _MOST_WORKERS = 8
+_MOST_SAMPLES = 1 << 28
+"""The longest epoch of a mixture. Its order takes 8 bytes a sample."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def prepare_instructions(config: InstructionDataset, tokenizer: ChatTokenizer) -
         part = "held out" if held_out else "all"
         evaluation = [_prepare_set(key, config.eval_sources, config, tokenizer, part)] if config.eval_sources else []
         names = {"train": train, "eval": evaluation}
+        Prepared(config, tokenizer.filler, names).repeats  # noqa: B018, refuses weights that make an epoch too long
         if config.packing:
             for side in (side for side in names if names[side]):
                 Prepared(config, tokenizer.filler, names).write_packs(side)
@@ -163,6 +166,7 @@ def _write_set(
     formats: dict[str, None] = {}
     records = _select(chain.from_iterable(_with_format(file, config.format, formats) for file in files), config, part)
     counts, end, num_counted = Counts(), 0, 0
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
     with ExitStack() as stack:
         names = {"tokens": np.int32, "counted": np.bool_, "bounds": np.int64}
         arrays = {
@@ -178,6 +182,8 @@ def _write_set(
             arrays["tokens"].append(chunk.tokens)
             arrays["counted"].append(chunk.counted)
             arrays["bounds"].append(end + np.cumsum(chunk.lengths))
+            for digest, values in zip(digests, (chunk.tokens, chunk.counted, np.array(chunk.lengths)), strict=True):
+                digest.update(values.tobytes())
             end, num_counted = end + len(chunk.tokens), num_counted + int(chunk.counted.sum())
             counts.add(chunk.counts)
             progress.update(task, advance=len(chunk.lengths), description=f"tokenised {counts.records:,} records")
@@ -193,6 +199,7 @@ def _write_set(
         "samples": samples,
         "tokens": end,
         "counted": num_counted,
+        "digest": hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest(),
         **asdict(counts),
     }
     with atomic_write(summary) as file:
@@ -262,6 +269,16 @@ class Prepared:
         """Returns what was done to the records of each set of a side."""
         return [json.loads((self.config.cache_folder() / f"{name}.json").read_text()) for name in self._names[side]]
 
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Returns for each config key that names files a digest of the samples that they give, by the files' names."""
+        digests: dict[str, dict[str, str]] = {}
+        for side in self._names:
+            key = "dataset.eval_file" if side == "eval" and self.config.eval_file is not None else "dataset.train_file"
+            for one in self.summaries(side):
+                of_key = digests.setdefault(key, {})
+                of_key[one["name"]] = of_key.get(one["name"], "") + one["digest"]  # a name can have several splits
+        return digests
+
     @cached_property
     def repeats(self) -> list[float]:
         """How often an epoch has the samples of each training set."""
@@ -271,8 +288,15 @@ class Prepared:
     @cached_property
     def _mixture(self) -> tuple[list[int], list[int]]:
         sizes = [len(one) for one in self.sets("train")]
-        weights = [source.weight or 1.0 for source in self.config.sources] if self.config.is_mixture else []
-        return sizes, epoch_counts(sizes, weights) if weights else sizes
+        if not self.config.is_mixture:
+            return sizes, sizes
+        counts = epoch_counts(sizes, self.config.weights)
+        if sum(counts) > _MOST_SAMPLES:
+            raise UserError(
+                f"dataset.train_file: with these weights an epoch has {sum(counts):,} samples, more than "
+                f"{_MOST_SAMPLES:,}, because every file is seen whole in it; give large files larger weights"
+            )
+        return sizes, counts
 
     def samples(self, side: str) -> Samples:
         """Returns the samples of an epoch of a side, one by one."""

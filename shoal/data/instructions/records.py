@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ _KEYS_BY_FORMAT = {
 }
 """The keys that a record of each format must have. `auto` takes the first format whose keys a record has."""
 
+_CSV_OPTIONS = {"keep_default_na": False, "na_values": [""]}
+"""Only an empty cell has no value: NA, null and None are texts, such as answers."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -62,6 +66,8 @@ class Conversation:
     tools: Any = None
     prompt: str = ""
     completion: str = ""
+    num_prompt_messages: int = 0
+    """How many of the first messages are a prompt, whose assistant turns do not count."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def open_records(key: str, source: DataSource) -> RecordFile:
         raise UserError(f"{key} = {name!r}: no such file{near_names(name)}; correct the path")
     with hub(key, name, "datasets", local=path.exists()) as datasets:
         if path.is_file():
-            builder = datasets.load_dataset_builder(READERS[suffix], source.config, data_files=str(path))
+            options = _CSV_OPTIONS if suffix == ".csv" else {}
+            builder = datasets.load_dataset_builder(READERS[suffix], source.config, data_files=str(path), **options)
         else:
             builder = datasets.load_dataset_builder(str(path) if path.is_dir() else name, source.config)
         builder.download_and_prepare()
@@ -123,7 +130,7 @@ def _read_json(key: str, path: Path) -> Iterator[Record]:
     """Yields the objects of a file of JSON lines, or of a JSON file with a list of objects."""
     count = 0
     with path.open("rb") as file:
-        start = file.read(1 << 12).lstrip()
+        start = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     if path.suffix.lower() == ".json" and start.startswith(b"["):
         for number, fields in enumerate(_parse(key, path, path.read_bytes(), "it"), 1):
             yield _record(key, f"{path}, item {number}", fields)
@@ -183,8 +190,8 @@ def to_conversation(record: Record, format: str, as_chat: bool) -> Conversation:
         return _from_alpaca(record, as_chat)
     if format == "prompt_completion":
         if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
-            messages = [*_messages(record, fields["prompt"]), *_messages(record, fields["completion"])]
-            return Conversation(place, messages, _tools(record))
+            prompt, completion = (_messages(record, fields[key]) for key in ("prompt", "completion"))
+            return Conversation(place, prompt + completion, _tools(record), num_prompt_messages=len(prompt))
         return Conversation(place, prompt=_text(record, "prompt"), completion=_text(record, "completion"))
     if format == "messages":
         return Conversation(place, _messages(record, fields["messages"]), _tools(record))
@@ -201,17 +208,19 @@ def _from_alpaca(record: Record, as_chat: bool) -> Conversation:
     """Returns messages, or the text in which the Alpaca data were first trained on."""
     instruction, answer = _text(record, "instruction"), _text(record, "output")
     given = _text(record, "input") if record.fields.get("input") else ""
+    system = _text(record, "system") if record.fields.get("system") else ""
     if as_chat:
         question = f"{instruction}\n\n{given}" if given else instruction
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if record.fields.get("system"):
-            messages.insert(0, {"role": "system", "content": _text(record, "system")})
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         return Conversation(record.place, messages)
     paired = ", paired with an input that provides further context" if given else ""
     context = f"### Input:\n{given}\n\n" if given else ""
+    before = f"{system}\n\n" if system else ""
     prompt = (
-        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
-        f"request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
+        f"{before}Below is an instruction that describes a task{paired}. Write a response that appropriately completes "
+        f"the request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
     )
     return Conversation(record.place, prompt=prompt, completion=answer)
 
@@ -240,17 +249,32 @@ def _tools(record: Record) -> Any:
 
 
 def _messages(record: Record, messages: Any) -> list[dict[str, Any]]:
-    """Checks messages, and parses arguments of tool calls that are stored as JSON texts, as OpenAI's are."""
+    """Checks messages, joins contents that are lists of texts, and parses arguments of tool calls that are stored as
+    JSON texts, as OpenAI's are."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{record.place}: its messages are not a list with at least one message; correct the record")
+    checked = []
     for number, message in enumerate(messages, 1):
         where = f"{record.place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"{where} has no role; give it role and content")
         content = message.get("content")
-        if not isinstance(content, str | list) and not message.get("tool_calls"):
+        if isinstance(content, list):
+            message = {**message, "content": _joined(content, f"{where} ({message['role']})")}
+        elif not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise UserError(f"{where} ({message['role']}) has no content; give it a text")
-    return [_with_parsed_calls(message) for message in messages]
+        checked.append(_with_parsed_calls(message))
+    return checked
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """Returns the text of a content that is a list of parts. Raises UserError for parts that are no texts, such as
+    images: a template would write them as Python does, or leave them out."""
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{where} has a part {kind!r:.50} that is no text; remove the part or the record")
+    return "".join(part["text"] for part in parts)
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -36,23 +36,28 @@ class Rendered:
 
 def make_samples(conversation: Conversation, tokenizer: ChatTokenizer, loss_on: str) -> list[Sample]:
     """Returns the samples of a conversation: one, or several if the template needs it."""
-    if conversation.messages is None:
-        return [_plain_sample(conversation, tokenizer, loss_on)]
-    if loss_on == "all":
-        text = _render(conversation, tokenizer, conversation.messages)
-        return [_encode(Rendered(text, [(0, len(text))]), tokenizer)]
-    return [_encode(rendered, tokenizer) for rendered in find_answers(conversation, tokenizer)]
+    try:
+        if conversation.messages is None:
+            return [_plain_sample(conversation, tokenizer, loss_on)]
+        if loss_on == "all":
+            text = _render(conversation, tokenizer, conversation.messages)
+            return [_encode(Rendered(text, [(0, len(text))]), tokenizer)]
+        return [_encode(rendered, tokenizer) for rendered in find_answers(conversation, tokenizer)]
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(f"{conversation.place}: {half!r} is half a character; correct the record") from None
 
 
 def find_answers(conversation: Conversation, tokenizer: ChatTokenizer) -> list[Rendered]:
-    """Returns the text of a conversation with the spans of all assistant turns.
+    """Returns the text of a conversation with the spans of all assistant turns that do not belong to a prompt.
 
     Some templates write an earlier turn otherwise than the last one: Qwen3 removes its thinking, Mistral moves the
     tools to the last question. Then there are several texts, each ending with an answer: what the model sees when it
     gives that one. A template that writes the conversation before an answer otherwise than with the answer is refused.
     """
     messages = conversation.messages or ()
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+    first = max(1, conversation.num_prompt_messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise UserError(
             f"{conversation.place}: no assistant turn after a question, so that nothing would count; correct the "
@@ -97,11 +102,24 @@ def _end_of_answer(text: str, start: int, tokenizer: ChatTokenizer) -> int:
 
 
 def _encode(rendered: Rendered, tokenizer: ChatTokenizer) -> Sample:
-    """Encodes a rendered text. A token counts if any of its characters belongs to an answer."""
-    tokens, places = tokenizer.encode_with_places(rendered.text)
-    counted = [*_overlaps(places, rendered.spans)]
+    """Encodes a rendered text. The tokens of its answers count."""
+    tokens, counted = _encode_spans(rendered.text, rendered.spans, tokenizer)
     counted[:1] = [False] * len(counted[:1])
     return Sample(tokens, counted)
+
+
+def _encode_spans(text: str, spans: Sequence[Span], tokenizer: ChatTokenizer) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of a text, and for each whether any of its characters belongs to a span.
+
+    Of a special token only the first character decides: some take the white space after them, with which an answer may
+    begin.
+    """
+    tokens, places = tokenizer.encode_with_places(text)
+    deciding = [
+        (start, start + 1 if token in tokenizer.special_ids else end)
+        for token, (start, end) in zip(tokens, places, strict=True)
+    ]
+    return tokens, [*_overlaps(deciding, spans)]
 
 
 def _overlaps(places: Sequence[Span], spans: Sequence[Span]) -> Iterator[bool]:
@@ -119,8 +137,8 @@ def _plain_sample(conversation: Conversation, tokenizer: ChatTokenizer, loss_on:
     if not text:
         raise UserError(f"{conversation.place}: its text is empty; remove the record")
     span = (0 if loss_on == "all" else len(prompt), len(text))
-    tokens, places = tokenizer.encode_with_places(text)
+    tokens, in_span = _encode_spans(text, [span], tokenizer)
     ends = [] if tokens[-1:] == [tokenizer.eos] else [int(tokenizer.eos or 0)]
-    counted = [*[False] * len(tokenizer.leading), *_overlaps(places, [span]), *[True] * len(ends)]
+    counted = [*[False] * len(tokenizer.leading), *in_span, *[True] * len(ends)]
     counted[0] = False
     return Sample([*tokenizer.leading, *tokens, *ends], counted)

@@ -125,7 +125,7 @@ class CausalLMRecipe(TextRecipe):
                 f"model.added_tokens: {key} has {self._stored_vocabulary} tokens, fewer than dataset.tokenizer = "
                 f"{self.config.dataset.tokenizer!r} without them; use the model's tokenizer"
             )
-        longest = _max_positions(text_config)
+        longest = max_positions(text_config)
         if longest is not None and length > longest:
             raise UserError(
                 f"dataset.{self.length_key} = {length}: the model has max_position_embeddings = {longest}; "
@@ -316,7 +316,7 @@ class CausalLMRecipe(TextRecipe):
         """
         generator: Any = model
         config, prompt = generator.config.get_text_config(), self.prompt(model)
-        length = min(PREVIEW_TOKENS, (_max_positions(config) or 1 << 30) - prompt.shape[1])
+        length = min(PREVIEW_TOKENS, (max_positions(config) or 1 << 30) - prompt.shape[1])
         if length < 1:
             return self.tokenizer.decode(prompt[0].tolist())
         tokens = generator.generate(
@@ -333,7 +333,7 @@ class CausalLMRecipe(TextRecipe):
         return self.tokenizer.decode(tokens[0].tolist())
 
 
-def _max_positions(text_config: Any) -> int | None:
+def max_positions(text_config: Any) -> int | None:
     """Returns the longest sequence that the model can take, or None if it has no limit."""
     longest = getattr(text_config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None

@@ -1,0 +1,33 @@
+"""Refuses to resume a run whose files have the names that a checkpoint knows, and other contents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.checkpoint.inspect import as_dict
+from shoal.checkpoint.latest import changed_keys, is_allowed
+from shoal.checkpoint.store import Checkpoint
+from shoal.errors import UserError
+
+
+def check_same_data(
+    checkpoint: Checkpoint, digests: Mapping[str, Mapping[str, str]], config: dict[str, Any], allowed: list[str]
+) -> None:
+    """Raises UserError if the files of a run give other data than those that a checkpoint was trained on.
+
+    `digests` are those of `Recipe.data_digests`. Checkpoints of earlier versions have none. If a key of model or data
+    was allowed to change, the data may be others, too.
+    """
+    if any(key.startswith(("model.", "dataset.")) for key, *_ in changed_keys(checkpoint, config)):
+        return
+    stored = as_dict(checkpoint.manifest.get("data"))
+    for key, now in digests.items():
+        then = as_dict(stored.get(key))
+        changed = [name for name, digest in now.items() if then.get(name, digest) != digest]
+        if changed and not is_allowed(key, allowed):
+            raise UserError(
+                f"{key}: {', '.join(changed)}: it gives other samples than those that {checkpoint.folder} was trained "
+                "on, because its records, the tokenizer or the chat template have changed; put them back, choose "
+                f"another experiment.output_dir, or list {key} in checkpoint.allow_changed"
+            )
