@@ -116,8 +116,8 @@ def open_loggers(
     """Opens the loggers that `config` chooses. Call it on rank 0 only.
 
     `settings` is the resolved config, which is recorded with the run. Records up to `resume_step` are kept; 0 starts
-    every logger from the beginning. With `evaluates_again` the run evaluates again at `resume_step`, so that the old
-    evaluation of that step is not kept.
+    every logger from the beginning. With `evaluates_again` the checkpoint of `resume_step` knows of no evaluation, so
+    that one which was logged there will be made again if it is due, and is not kept.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     services: Any = ((config.wandb, WandbConfig, WandbLogger), (config.mlflow, MlflowConfig, MlflowLogger))
@@ -146,7 +146,7 @@ class JsonlLogger:
     def __init__(self, output_dir: Path, resume_step: int, evaluates_again: bool = False):
         path = output_dir / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if resume_step and path.exists() else []
-        _replace(path, b"".join(line for line in lines if _is_kept(line, resume_step, evaluates_again)))
+        replace_file(path, b"".join(line for line in lines if _is_kept(line, resume_step, evaluates_again)))
         self._file = RetryingFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -177,11 +177,11 @@ def _is_kept(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
 def _is_repeated(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
     """Returns whether a run that resumes from `resume_step` will write this record again."""
     if step == resume_step and evaluates_again:
-        return not any(name.startswith("train/") for name in names)
+        return any(name.startswith(("eval/", "preview")) for name in names)
     return step > resume_step
 
 
-def _replace(path: Path, content: bytes | bytearray) -> None:
+def replace_file(path: Path, content: bytes | bytearray) -> None:
     """Replaces a file atomically, so that a process that is killed leaves the old file or the new one."""
     temporary = path.with_name("rewritten")
     with temporary.open("wb") as file:
@@ -257,7 +257,7 @@ def _drop_repeated_events(resume_step: int, evaluates_again: bool, path: Path) -
     except DecodeError:  # another program wrote this file; readers stop there too
         return
     if kept and kept != data:
-        _replace(path, kept)
+        replace_file(path, kept)
 
 
 class WandbLogger:

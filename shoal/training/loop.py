@@ -165,7 +165,8 @@ class Shell:
         watchdog, loader, advance = self.watchdog, self.loaders.train, self.observers.console.advance
         measure_next = self.observers.meter.measure_next
         hooks, handle, before_step = self.hooks, self.hooks.run, bool(self.hooks.calls["before_step"])
-        agrees_ahead = self.strategy.world_size > 1 and not before_step and not hooks.calls["after_step"]
+        asks = before_step or hooks.calls["before_update"] or hooks.calls["after_step"]
+        agrees_ahead = self.strategy.world_size > 1 and not asks
         watchdog.at("waiting for data", self.step + 1)
         with _collector_paused():
             for micro_batches in islice(loader, self._steps_left()):
@@ -206,7 +207,7 @@ class Shell:
     def count_step(self) -> None:
         """Counts the step whose results are in `taken`."""
         output, info = self.taken
-        handle = self.hooks.run
+        handle, self.hooks.has_ended = self.hooks.run, False
         self.step, self._step_start, self._samples = self.step + 1, self._samples, self.loaders.train.position
         self.observers.meter.add(output, info)
         handle.step, handle.output, handle.info = self.step, output, info
@@ -222,11 +223,11 @@ class Shell:
         try:
             yield
         except KeyboardInterrupt as interrupt:
+            if self.stop.signal:  # a second Ctrl-C: it may have come in the middle of an update
+                raise
             if self.strategy.world_size == 1:
                 self.stopped_by = signal.SIGINT
                 return
-            if self.stop.signal:  # a second Ctrl-C
-                raise
             last = self.checkpoints.manager.saved_step
             raise UserError(
                 f"KeyboardInterrupt in step {self.step + 1}: of {self.strategy.world_size} processes the others wait "
@@ -245,8 +246,6 @@ class Shell:
         return GoBack(position)
 
     def _start_hooks(self) -> None:
-        if self._steps_left():
-            self.hooks.has_ended = False
         if self.hooks.calls["on_start"]:
             self.hooks.call("on_start")
             self.agree_to_stop()
@@ -262,7 +261,8 @@ class Shell:
 
     def owes_evaluation(self) -> bool:
         """Returns whether the checkpoint that this run resumed from was due for an evaluation that never ran."""
-        due = self.evaluation_is_due() or self.step >= self.total_steps
+        has_ended = self.step >= self.total_steps or self.hooks.run.stop_reason is not None
+        due = self.evaluation_is_due() or has_ended
         return due and 0 < self.step == self.first_step and not self.checkpoints.progress.evaluated
 
     def evaluation_is_due(self) -> bool:
@@ -388,6 +388,8 @@ class Shell:
             "skipped_steps": self.observers.meter.skipped_steps(),
             "since_log": self.observers.meter.since_log().as_json(),
         }
+        if in_a_row := self.observers.meter.skipped_in_a_row:
+            progress["skipped_in_a_row"] = in_a_row
         if self.hooks.has_any:
             metrics = self.metrics.items()
             progress["last_metrics"] = {name: value for name, value in metrics if not name.endswith(VARYING_METRICS)}
@@ -414,8 +416,13 @@ class Shell:
 
     def finish(self, body: Body) -> Outcome:
         """Evaluates and saves the last step, and returns how the run ended."""
-        if not self.stopped_by and self.step not in (self.first_step, self._evaluated_step):
+        # Where a stream ends is known only when it has ended, so its last evaluation may be owed until here.
+        is_owed = self.loaders.epoch_size is None and self.step > 0 and not self.checkpoints.progress.evaluated
+        is_new = self.step != self.first_step or is_owed
+        if not self.stopped_by and is_new and self.step != self._evaluated_step:
             self.evaluate(body)
+            if self.hooks.has_any and self.strategy.any_rank(self.hooks.run.has_request):
+                self.hooks.agree((0, 0))
             self._save_soon |= self._evaluated_step == self.step  # it may be saved without its value
         self._end_hooks()
         self._wait_for_disk()

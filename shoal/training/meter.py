@@ -33,6 +33,7 @@ class Meter:
         skipped_steps: int = 0,
         since_log: SinceLog | None = None,
         straggler_factor: float | None = None,
+        skipped_in_a_row: int = 0,
     ):
         """`skipped_steps` and `since_log` are those of the checkpoint that the run goes on from."""
         strategy = self._strategy = session.strategy
@@ -46,7 +47,7 @@ class Meter:
         self._since_log = since_log or SinceLog()
         known = self._since_log.object_paths.items()  # the recipe may have changed since
         self._since_log.object_paths = {name: path for name, path in known if path in self._objects.by_path}
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = skipped_in_a_row
         self.straggler: str | None = None
         """What the last line has to say about a rank that is slower than its peers."""
         self._stragglers = Stragglers(straggler_factor)

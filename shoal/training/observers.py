@@ -100,7 +100,7 @@ class Observers:
 def open_observers(
     run: Run, session: Session, loaders: Loaders, progress: Progress, evaluates_again: bool, resources: ExitStack
 ) -> Observers:
-    """Opens them at the step where the run goes on. `evaluates_again`: the last evaluation was cut short."""
+    """Opens them at the step where the run goes on. `evaluates_again`: the checkpoint has no evaluation."""
     config, strategy, folder = run.config, session.strategy, Path(run.config.output_dir)
     logging, step = config.logging, progress.step
     meter = Meter(
@@ -110,6 +110,7 @@ def open_observers(
         progress.skipped_steps,
         progress.since_log,
         logging.straggler_factor,
+        progress.skipped_in_a_row,
     )
     speaks, loggers = strategy.is_main_process, Loggers()
     if speaks:

@@ -204,8 +204,9 @@ class OwnRun(Verbs):
                 self._shell.taken = self._end()
                 self._body.logged.add(step)
                 self._shell.count_step()
-                if self._shell.step % self.settings.config.logging.every == 0:
-                    self._shell.log(self._body, step.batches.micro_batches)
+                shell = self._shell
+                if shell.step % self.settings.config.logging.every == 0 or shell.step in (1, shell.total_steps):
+                    shell.log(self._body, step.batches.micro_batches)
             elif self._current is not None:
                 self._current = None
                 self.zero_grad()

@@ -16,6 +16,7 @@ from shoal.config import Run, derive_batches
 from shoal.config.batch import derived_values
 from shoal.config.layout import check_layout
 from shoal.errors import UserError, as_user_error
+from shoal.observe.loggers import replace_file
 from shoal.processes.environments import SPAWNED, Plain
 from shoal.processes.world import World
 from shoal.training.refused_start import StartTraces
@@ -120,7 +121,7 @@ def update_config(run: Run, strategy: DistributedStrategy) -> None:
 def _write_config(run: Run, strategy: DistributedStrategy) -> None:
     phases = derive_batches(run.config.training, strategy.data_size)
     text = run.to_yaml(derived_values(phases[0], strategy.data_size))
-    (Path(run.config.output_dir) / "config.yaml").write_text(text)
+    replace_file(Path(run.config.output_dir) / "config.yaml", text.encode())  # a run goes on by this file
 
 
 def move_aside(folder: Path) -> Path | None:

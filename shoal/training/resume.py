@@ -50,6 +50,7 @@ class Progress:
     step_start: int = 0
     """The position of the first sample of the last step."""
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     since_log: SinceLog = field(default_factory=SinceLog)
     """What the next line of the log adds to."""
     skipped_samples: tuple[tuple[int, int], ...] = ()
@@ -130,6 +131,7 @@ def restore(
             started_from=str(folder),
             weights_from=str(folder),
             since_log=since_log,
+            skipped_in_a_row=checkpoint.trainer.get("skipped_in_a_row", 0),
             evaluated="metrics" in checkpoint.trainer,
             schedule=checkpoint.trainer.get("schedule"),
             logged=checkpoint.trainer.get("logged"),
@@ -210,6 +212,7 @@ def _check_position(checkpoint: Checkpoint) -> None:
                 *epochs,
                 *(checkpoint.trainer[key] for key in COUNTS),
                 checkpoint.trainer.get("step_start", 0),
+                checkpoint.trainer.get("skipped_in_a_row", 0),
                 *_skipped_positions(checkpoint.trainer),
             ],
             1: [*sizes, about["layout"]["data_size"]],

@@ -135,7 +135,7 @@ def open_shell(
     hooks = _open_hooks(run, session, data, checkpoints, loaders, warn)
     hooks.run.keep_alive = lambda: watchdog.at("ending", hooks.run.step)
     shell = Shell(run, session, checkpoints, loaders, stop, watchdog, hooks)
-    shell.observers = open_observers(run, session, loaders, progress, shell.owes_evaluation(), resources)
+    shell.observers = open_observers(run, session, loaders, progress, not progress.evaluated, resources)
     shell.warn = warn
     warn.show_on(shell.observers.console)
     opening("opening loaders and loggers", progress.step)

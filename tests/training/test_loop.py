@@ -148,6 +148,28 @@ def test_many_skips_in_a_row_stop_the_run_and_name_the_module(
     assert steps[3] == 3
 
 
+def test_skips_in_a_row_are_counted_over_restarts(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    change_recipe(".sum()\n", '.sum() * float("nan")\n')
+    for steps in (1, 2):
+        toy.train("training.max_skipped_steps=3", f"training.max_steps={steps}")
+    with pytest.raises(UserError, match="the last 3 updates were skipped"):
+        toy.train("training.max_skipped_steps=3")
+    assert max(toy.metrics()) == 3
+
+
+def test_a_config_that_cannot_be_written_anew_stays(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.train("training.max_steps=1")
+    before = (toy.output / "config.yaml").read_bytes()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shoal.observe.loggers.os.fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written.*No space left on device"):
+        toy.train("training.max_steps=2", "logging.jsonl=false")
+    assert (toy.output / "config.yaml").read_bytes() == before
+
+
 def test_a_few_skips_are_counted_and_survived(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
     change_recipe(".sum()\n", '.sum() * (float("nan") if (batch["x"] == 0).any() else 1.0)\n')
     assert toy.train("dataset.size=20").step == 10

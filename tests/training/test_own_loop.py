@@ -500,6 +500,14 @@ def test_hooks_may_change_the_learning_rate_and_end_the_run(toy: ToyRun, bodies:
     assert toy.metrics("halves/step") == {1: 1, 2: 2, 3: 3}
 
 
+def test_the_step_of_an_early_signal_is_counted(toy: ToyRun, bodies: Any, hooks: Any) -> None:
+    """The signal comes in `on_start`, and the run ends after its first step, with its line."""
+    hooks.Journal.on_start = lambda self, run: os.kill(os.getpid(), signal.SIGTERM)
+    options = {**QUIET, "callbacks": ["callbacks_of_test:Journal"], "logging.every": 3}
+    outcome = shoal.Run(toy.config, **options).train(bodies.body)
+    assert (outcome.step, outcome.stopped_by, sorted(toy.metrics())) == (1, signal.SIGTERM, [1])
+
+
 def test_going_back_is_refused(toy: ToyRun, bodies: Any, hooks: Any) -> None:
     message = "callbacks: loss_spike: steps that you write yourself cannot be taken back"
     for callback, text in {"loss_spike": message, "callbacks_of_test:GoesBack": "it looks bad: steps that you"}.items():
@@ -522,6 +530,18 @@ def test_an_interrupt_raised_by_a_body_saves(toy: ToyRun, bodies: Any) -> None:
     options = {**QUIET, "experiment.output_dir": toy.folder / "b"}
     with shoal.Run(toy.config, **options) as run:
         assert run.train(interrupted).step == 3
+
+
+@pytest.mark.parametrize(("last", "lines"), [(1, [1]), (7, [1, 3, 6]), (10, [1, 3, 6, 9, 10])])
+def test_the_first_and_the_last_line_are_logged_after_a_break(
+    toy: ToyRun, bodies: Any, last: int, lines: list[int]
+) -> None:
+    with shoal.Run(toy.config, **{**QUIET, "logging.every": 3}) as run:
+        for step in run.steps():
+            bodies.body(run, step)
+            if step.number == last:
+                break
+    assert sorted(toy.metrics()) == lines
 
 
 def test_several_sets_are_evaluated(toy: ToyRun, bodies: Any, change_recipe: Callable[[str, str], None]) -> None:

@@ -39,6 +39,18 @@ class BeforeSave(Callback):
             run.scale_learning_rate(0.5)
 
 
+class BeforeUpdate(Callback):
+    def before_update(self, run):
+        if run.step == 2:
+            run.scale_learning_rate(0.5)
+
+
+class StopAtTheEnd(Callback):
+    def after_evaluation(self, run, metrics):
+        if run.step == 5:
+            run.stop("good enough")
+
+
 class StopBeforeSave(Callback):
     def before_save(self, run):
         if run.step == 3:
@@ -137,3 +149,69 @@ def test_an_evaluation_of_two_ranks_that_a_signal_cut_short_is_made_up_for(
     assert pool2.run(train_signalled, toy.config, keys, None, init=False) == [(6, 0)] * 2
     for key in ("train/loss", "eval/loss"):
         assert toy.metrics(key) == toy.metrics(key, toy.folder / "whole")
+
+
+def train_with(config: Path, overrides: list[str]) -> int:
+    return train(load_run(config, overrides)).first_step
+
+
+def test_two_ranks_ask_before_an_update(toy: ToyRun, pool2: Pool) -> None:
+    """In the middle of a step, after what they agree on was sent; the checkpoint of that step has it all the same."""
+    keys = [*KEYS, "callbacks=['asking:BeforeUpdate']", "distributed.strategy=ddp", "logging.console=off"]
+    pool2.run(train_with, toy.config, keys, init=False)
+    undisturbed = toy.metrics("train/learning_rate")
+    forget_after(toy, 3)
+    assert pool2.run(train_with, toy.config, keys, init=False) == [3, 3]
+    assert toy.metrics("train/learning_rate") == undisturbed
+
+
+STREAM = """class Stream:
+    def open(self, start):
+        for i in range(start, 11):
+            yield Squares(100)[i]
+
+
+class Toy"""
+
+
+@pytest.mark.parametrize("ended_by", ["a hook", "its data"])
+def test_the_last_evaluation_is_made_up_for_wherever_a_run_ends(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], ended_by: str
+) -> None:
+    """It ends after three steps, where no evaluation is due; the signal comes in the one at the end."""
+    change_recipe("    def loss(self", SIGNALLED)
+    keys = [*KEYS[:2], "checkpoint.keep_best=1", "callbacks=['asking:StopBeforeSave']", "checkpoint.every=1"]
+    if ended_by == "its data":
+        change_recipe("class Toy", STREAM)
+        change_recipe("        return Squares(self.config.dataset.size)", "        return Stream()")
+        keys = [*KEYS[:2], "checkpoint.keep_best=1"]
+    whole = toy.train(*keys, f"experiment.output_dir={toy.folder}/whole")
+    assert sorted(toy.metrics("eval/loss", toy.folder / "whole")) == [2, 3]
+    import toy_recipe
+
+    toy_recipe.Toy.calls.clear()
+    toy_recipe.Toy.signal_at = 3 + 5 + 1
+    cut = toy.train(*keys)
+    assert (cut.step, cut.stopped_by, sorted(toy.metrics("eval/loss"))) == (3, 15, [2])
+    resumed = toy.train(*keys)
+    assert (resumed.step, resumed.stop_reason, resumed.best_step) == (whole.step, whole.stop_reason, whole.best_step)
+    for key in ("train/loss", "eval/loss"):
+        assert toy.metrics(key) == toy.metrics(key, toy.folder / "whole")
+    lines = (toy.output / "metrics.jsonl").read_text().splitlines()
+    toy.train(*keys)
+    assert (toy.output / "metrics.jsonl").read_text().splitlines() == lines
+
+
+def test_a_run_may_be_ended_by_its_last_evaluation(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    """Also by one that a signal had cut short."""
+    change_recipe("    def loss(self", SIGNALLED)
+    keys = ["training.max_steps=5", "training.eval_steps=2", "callbacks=['asking:StopAtTheEnd']"]
+    assert toy.train(*keys, f"experiment.output_dir={toy.folder}/whole").stop_reason == "good enough"
+    import toy_recipe
+
+    toy_recipe.Toy.calls.clear()
+    toy_recipe.Toy.signal_at = 5 + 2 * 5 + 1
+    assert toy.train(*keys).stopped_by == 15
+    for keys[0] in ("training.max_steps=5", "training.max_steps=8"):
+        for folder in ("out", "whole"):
+            assert toy.train(*keys, f"experiment.output_dir={toy.folder}/{folder}").stop_reason == "good enough"

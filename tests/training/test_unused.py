@@ -12,6 +12,7 @@ from conftest import ToyRun
 from pool import Pool, WorkerFailure
 from safetensors.torch import load_file
 
+from shoal.checkpoint import step_folders
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.training import train
@@ -93,3 +94,16 @@ def test_an_interrupt_raised_by_a_recipe_saves(toy: ToyRun, change_recipe: Calla
     assert toy.train("checkpoint.every=null").first_step == 3
     ends = [load_file(folder / "checkpoints/step_00000010/model.safetensors") for folder in (undisturbed, toy.output)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_second_interrupt_in_a_step_saves_nothing(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
+    """It may come in the middle of an update. The first one has set the flag, and Python raises the second."""
+    raises = "if torch.is_grad_enabled() and (count := getattr(self, 'count_', 0) + 1) == 4:"
+    does = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise KeyboardInterrupt"
+    keeps = "if torch.is_grad_enabled(): self.count_ = count"
+    change_recipe(
+        "        return ((output", f"        {raises}\n            {does}\n        {keeps}\n        return ((output"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        toy.train("checkpoint.every=2")
+    assert [path.name for path in step_folders(toy.output)] == ["step_00000002"]
