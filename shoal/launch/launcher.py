@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -227,7 +226,7 @@ class _Launcher:
         """Tells the user and the other machines that the run is over."""
         if line:
             _say(line)
-        self.peers.decide(phase="over", exit_code=code, line=line)
+        self.peers.decide(phase="over", exit_code=code, line=line, was_refused=self.was_refused)
         return code
 
     def _describe_cause(
@@ -268,7 +267,7 @@ class _Launcher:
             if peers.run.line:
                 _say(peers.run.line)
             if peers.run.phase == "over":
-                code = peers.run.exit_code
+                code, self.was_refused = peers.run.exit_code, peers.run.was_refused
                 _say("the run has ended" + (f" with exit code {code}; the output of node 0 says why" if code else ""))
                 return code
 
@@ -305,7 +304,7 @@ class _Launcher:
                     # Workers do this for other workers of their machine, but on a machine on which all are silent.
                     kill_local_processes(json.loads(self.peers.report)["silent"])
                 self._pause(may_end=False)
-        with suppress(dist.DistError):  # node 0 may have ended
+        if self.node == 0:  # which has the board; others would wait for it where the network is cut
             self.was_refused = attempt == 0 and self.board.check([REFUSED])
         codes = {str(rank): code for rank, code in workers.failed.items()}
         self.peers.post(phase="ended", attempt=attempt, exit_codes=codes, succeeded=workers.succeeded)

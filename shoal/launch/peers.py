@@ -59,6 +59,8 @@ class RunState:
     line: str = ""
     """Why the attempt before has ended, for the user."""
     exit_code: int = 0
+    was_refused: bool = False
+    """True if workers have refused the run in its first attempt."""
 
 
 class Peers:

@@ -22,7 +22,7 @@ for name in ("setpgid", "killpg", "getpgid", "setsid", "O_NONBLOCK", "O_NOFOLLOW
 import shoal
 from shoal.cli.main import main
 for found in pkgutil.walk_packages(shoal.__path__, "shoal."):
-    if not found.name.startswith(("shoal.project_template", "shoal.__main__")):
+    if not found.name.startswith(("shoal.project_template", "shoal.__main__")) and "_kernels" not in found.name:
         __import__(found.name)
 sys.argv = ["shoal", "train", "run.yaml", "dataset.num_workers=1"]
 main()
