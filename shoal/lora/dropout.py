@@ -192,7 +192,7 @@ def _(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
 def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the weight as a sum over the first dimension, in at least float32."""
     rank, width = gradient.shape[-1], input.shape[-1]
-    x, outputs = input.reshape(-1, width), _rows(gradient)
+    x, outputs = input.reshape(-1, width), gradient.reshape(-1, rank).contiguous()
     tokens, rows, columns = len(x), WEIGHT_ROWS, WEIGHT_COLUMNS
     if why_not(input.device, input.dtype, rank) is not None:
         product = outputs.mT @ drop(input, seed, p).reshape(-1, width)
@@ -206,7 +206,6 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
     triton_kernels.product_backward_weight[(_tiles(width, columns), num_parts)](
         x,
         outputs,
-        outputs.stride(0),
         seed,
         column_numbers(width, x.device),
         parts,
@@ -247,13 +246,12 @@ def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling:
         return drop(gradient @ factor * scaling, seed, p)
     from shoal.lora import triton_kernels
 
-    outputs = _rows(gradient)
+    outputs = gradient.reshape(-1, rank).contiguous()
     tokens, rows, columns = len(outputs), 64, 64
     columns_each = 1024 if width % columns else gcd(width, 1024)
-    out = gradient.new_empty(tokens, width)
+    out = outputs.new_empty(tokens, width)
     triton_kernels.product_backward_input[_tiles(tokens, rows), _tiles(width, columns_each)](
         outputs,
-        outputs.stride(0),
         factor.contiguous(),
         seed,
         column_numbers(width, out.device),
@@ -300,12 +298,6 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_autograd("shoal::dropped_product", _product_backward, setup_context=_keep_for_backward)
-
-
-def _rows(gradient: Tensor) -> Tensor:
-    """Returns a gradient (…, rank) as (tokens, rank). It may be some columns of a wider tensor, as of 4-bit layers."""
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _tiles(size: int, of: int) -> int:

@@ -147,7 +147,6 @@ def add_parts(parts, out, size, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
 def product_backward_weight(
     x,
     gradient,
-    gradient_stride,
     seed,
     column_numbers,
     out,
@@ -163,8 +162,7 @@ def product_backward_weight(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[part] = gradient.T @ dropout(x) over some of the tokens, (rank, width) in float32. Rows of the gradient begin
-    every `gradient_stride` numbers.
+    """out[part] = gradient.T @ dropout(x) over some of the tokens, (rank, width) in float32.
 
     The parts are added up afterwards, in a fixed order, so that equal runs have equal bits. Programs: (tiles of
     columns, parts); a part has `rows_each` tokens.
@@ -181,7 +179,7 @@ def product_backward_weight(
         exists = (rows < tokens)[:, None]
         row = rows[:, None].to(tl.int64)
         inputs = _load(x + row * width + columns[None, :], exists & inside, WHOLE)
-        outputs = _load(gradient + row * gradient_stride + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
+        outputs = _load(gradient + row * rank + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
         inputs = _dropped(inputs, _row_numbers(rows, seed), numbers, THRESHOLD)
         total = tl.dot(tl.trans(outputs), inputs, total)
     places = (part * rank + ranks)[:, None].to(tl.int64) * width + columns[None, :]
@@ -191,7 +189,6 @@ def product_backward_weight(
 @triton.jit
 def product_backward_input(
     gradient,
-    gradient_stride,
     weight,
     seed,
     column_numbers,
@@ -208,7 +205,7 @@ def product_backward_input(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out = gradient @ weight where places are kept, else 0; (tokens, width). `gradient_stride` as above.
+    """out = gradient @ weight where places are kept, else 0; (tokens, width).
 
     A program keeps the gradients of its tokens while it goes through `columns_each` columns. Programs: (tiles of
     tokens, groups of columns).
@@ -218,7 +215,7 @@ def product_backward_input(
     seed = tl.load(seed).to(tl.uint32)
     row_numbers = _row_numbers(rows, seed)
     row, exists = rows[:, None].to(tl.int64), (rows < tokens)[:, None]
-    outputs = _load(gradient + row * gradient_stride + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
+    outputs = _load(gradient + row * rank + ranks[None, :], exists & (ranks < rank)[None, :], WHOLE)
     begin = tl.program_id(1) * columns_each
     for first in tl.range(begin, begin + columns_each, COLUMNS, num_stages=STAGES):
         columns = first + tl.arange(0, COLUMNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, gcd, prod
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,10 @@ from shoal.errors import UserError
 from shoal.forward import computes_as_linear
 from shoal.operators import operator
 from shoal.quantised.library import import_bitsandbytes
-from shoal.quantised.schemes import BLOCK, EightBit, FourBit, Part, Scheme, has_kernel
-from shoal.tensors import tiles_ahead, why_no_triton
+from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
 from shoal.torch_private import version_of
 
 PARTS: tuple[Part, ...] = ("weight", "statistics")
-MAX_RANK = 128
-"""The largest rank that the kernel of `add_product` has tiles for."""
 
 
 class QuantisedLinear(nn.Module):
@@ -121,74 +118,19 @@ def _multiply_4bit(
     """
     scheme = FourBit(cast(Any, quant_type), double)
     matrix = scheme.dequantise(weight, statistics, (shape[0], shape[1]), input.dtype)
-    output = F.linear(input, matrix.mT if transposed else matrix, bias)
-    if left is not None and right is not None:
-        add_product(output.view(-1, output.shape[-1]), left.reshape(-1, left.shape[-1]), right)
+    if left is None or right is None:
+        return F.linear(input, matrix.mT if transposed else matrix, bias)
+    # The adapter's product comes first, because its matrices are small: the large product then adds to it while it
+    # writes its output, and nothing reads and writes the output once more.
+    output = F.linear(left, right, bias)
+    output.view(-1, output.shape[-1]).addmm_(input.reshape(-1, input.shape[-1]), matrix if transposed else matrix.mT)
     return output
-
-
-def add_product(output: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right.T to the output, in place, for left (tokens, rank) and right (width, rank)."""
-    (tokens, width), rank = output.shape, left.shape[1]
-    if output.element_size() != 2 or rank > MAX_RANK or why_no_triton(output.device) is not None:
-        output.addmm_(left, right.mT)
-        return
-    from shoal.quantised import triton_kernels
-
-    rows, columns, padded = 64, 128, max(16, 1 << (rank - 1).bit_length())
-    columns_each = gcd(width, 1024) if width % columns == 0 else 1024
-    triton_kernels.add_product[ceil(tokens / rows), ceil(width / columns_each)](
-        left.contiguous(),
-        right.contiguous(),
-        output,
-        tokens,
-        width,
-        rank,
-        columns_each,
-        WHOLE=not (tokens % rows or width % columns or rank != padded),
-        RANK=padded,
-        ROWS=rows,
-        COLUMNS=columns,
-        STAGES=tiles_ahead(padded),
-    )
 
 
 @register_fake("shoal::multiply_4bit")
 def _(input: Tensor, *args: Any) -> Tensor:
     *_, shape, transposed = args
     return input.new_empty((*input.shape[:-1], shape[1 if transposed else 0]))
-
-
-@operator("multiply_4bit_joined")
-def _multiply_joined(
-    gradient: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    right: Tensor,
-    quant_type: str,
-    double: bool,
-    shape: Sequence[int],
-) -> Tensor:
-    """Multiplies with the dequantised matrix and, in further columns, with the factor `right` of its adapter.
-
-    Both products read the gradient, which is large, and one product reads it once.
-    """
-    scheme, size = FourBit(cast(Any, quant_type), double), (shape[0], shape[1])
-    if has_kernel(weight):
-        return gradient @ scheme.dequantise_beside(weight, statistics, size, right)
-    return gradient @ torch.cat([scheme.dequantise(weight, statistics, size, gradient.dtype), right], 1)
-
-
-@register_fake("shoal::multiply_4bit_joined")
-def _(gradient: Tensor, weight: Tensor, statistics: Tensor, right: Tensor, *args: Any) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], args[-1][1] + right.shape[1]))
-
-
-def _can_join(gradient: Tensor, right: Tensor, columns: int) -> bool:
-    """Returns whether a matrix can be dequantised beside a factor, in rows that the tensor cores can load."""
-    aligned = columns % BLOCK == 0 and right.shape[1] * right.element_size() % 16 == 0
-    # With gradients enabled somebody wants second derivatives, which the plain operators have.
-    return aligned and why_no_triton(gradient.device) is None and not torch.is_grad_enabled()
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -206,16 +148,11 @@ def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
     if ctx.versions is not None and ctx.versions != _versions(ctx):
         raise RuntimeError("a matrix of an adapter has been modified by an inplace operation since the forward")
     for_input = for_bias = for_left = for_right = None
-    columns = ctx.options[-1][1]
-    if ctx.needs_input_grad[0] and ctx.needs_input_grad[4] and _can_join(gradient, ctx.right, columns):
-        joined = _multiply_joined(gradient, ctx.weight, ctx.statistics, ctx.right, *ctx.options)
-        for_input, for_left = joined[..., :columns], joined[..., columns:]
-    else:
-        if ctx.needs_input_grad[0]:
-            weight = ctx.weight, ctx.statistics
-            for_input = _multiply_4bit(gradient, *weight, None, None, None, *ctx.options, not ctx.transposed)
-        if ctx.needs_input_grad[4]:
-            for_left = gradient @ ctx.right
+    if ctx.needs_input_grad[0]:
+        weight = ctx.weight, ctx.statistics
+        for_input = _multiply_4bit(gradient, *weight, None, None, None, *ctx.options, not ctx.transposed)
+    if ctx.needs_input_grad[4]:
+        for_left = gradient @ ctx.right
     by_token = gradient.reshape(-1, gradient.shape[-1])
     if ctx.needs_input_grad[3]:
         for_bias = by_token.sum(0)
@@ -232,11 +169,6 @@ def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: 
     left = args[3]
     rank = 0 if left is None else left[-1]
     return 2 * prod(input[:-1]) * (input[-1] + rank) * out_shape[-1]
-
-
-@register_flop_formula(torch.ops.shoal.multiply_4bit_joined)
-def _(gradient: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
-    return 2 * prod(gradient) * out_shape[-1]
 
 
 def quantise_layers(model: nn.Module, scheme: Scheme, skip: Collection[str], key: str) -> None:

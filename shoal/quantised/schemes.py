@@ -143,10 +143,7 @@ class FourBit:
     def dequantise(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Returns the matrix that the tensors stand for, in a dtype."""
         if has_kernel(weight):
-            count = ceil(prod(shape) / 2)
-            out = torch.empty(2 * count, dtype=dtype, device=weight.device)
-            self._dequantise_in_triton(weight, statistics, out, count)
-            return out[: prod(shape)].view(shape)
+            return self._dequantise_in_triton(weight, statistics, shape, dtype)
         from bitsandbytes import functional
 
         # As one row of whole bytes: on CPUs bitsandbytes 0.50 mistakes the blocks of a matrix whose rows are not whole
@@ -157,44 +154,28 @@ class FourBit:
         numbers: Tensor = functional.dequantize_4bit(packed, state)
         return numbers.view(-1)[: prod(shape)].view(shape)
 
-    def dequantise_beside(self, weight: Tensor, statistics: Tensor, shape: Shape, others: Tensor) -> Tensor:
-        """Returns the matrix with more columns on its right, those of a tensor (rows, …), in the dtype of that tensor.
-
-        The tensors are on a device with a kernel, and rows are whole blocks.
-        """
-        rows, columns = shape
-        joined = others.new_empty(rows, columns + others.shape[1])
-        joined[:, columns:] = others
-        gap = (columns // BLOCK, others.shape[1])
-        self._dequantise_in_triton(weight, statistics, joined, rows * columns // 2, gap)
-        return joined
-
-    def _dequantise_in_triton(
-        self, weight: Tensor, statistics: Tensor, out: Tensor, count: int, gap: tuple[int, int] | None = None
-    ) -> None:
-        """Writes the numbers of `count` bytes, with a gap of so many numbers after so many blocks."""
+    def _dequantise_in_triton(self, weight: Tensor, statistics: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
         from shoal.quantised import triton_kernels
 
         if statistics.data_ptr() % 4:  # the kernel reads float32
             statistics = statistics.clone()
-        row_blocks, row_gap = gap or (1, 0)
+        count = ceil(prod(shape) / 2)
+        numbers = torch.empty(2 * count, dtype=dtype, device=weight.device)
         triton_kernels.dequantise[(ceil(count / (BLOCK // 2 * _BLOCKS_EACH)),)](
             weight.view(torch.uint8),
-            _pairs(self.quant_type, weight.device),
+            _values(self.quant_type, weight.device),
             statistics.view(torch.uint8),
-            out,
+            numbers,
             count,
-            row_blocks,
-            row_gap,
             DOUBLE=self.double,
             BLOCK_BYTES=BLOCK // 2,
             NESTED_BLOCK=NESTED_BLOCK,
             NESTED_CODES=NESTED_CODES,
             BLOCKS=_BLOCKS_EACH,
-            GAPS=gap is not None,
             enable_fp_fusion=False,
             num_warps=2,
         )
+        return numbers[: prod(shape)].view(shape)
 
     def describe(self) -> str:
         """Returns what the scheme is, for the report."""
@@ -282,14 +263,13 @@ def block_maxima(numbers: Tensor) -> Tensor:
 
 
 @cache
-def _pairs(quant_type: str, device: torch.device) -> Tensor:
-    """Returns for each byte the values of its high and low half, in the lower and upper 32 bits."""
+def _values(quant_type: str, device: torch.device) -> Tensor:
+    """Returns the 16 values of a type on a device."""
     from bitsandbytes.functional import get_4bit_type
 
     with torch.inference_mode(False):  # it is kept for later
-        values, codes = get_4bit_type(quant_type, device="cpu"), torch.arange(256)
-        pairs = torch.stack((values[codes >> 4], values[codes & 15]), 1)
-        return pairs.view(torch.int64)[:, 0].to(device)
+        values: Tensor = get_4bit_type(quant_type, device=device)
+    return values
 
 
 def has_kernel(weight: Tensor) -> bool:

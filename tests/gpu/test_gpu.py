@@ -27,9 +27,8 @@ from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.lora import dropout
 from shoal.models.bdh.triton_heads import why_not
-from shoal.quantised import FourBit, schemes
-from shoal.quantised.layers import PARTS, add_product
-from shoal.quantised.schemes import BLOCK
+from shoal.quantised import FourBit, QuantisedLinear, schemes
+from shoal.quantised.layers import PARTS
 from shoal.recipes import Recipe
 from shoal.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleStrategy
 from shoal.strategies.recorded import Recorded
@@ -372,7 +371,7 @@ def test_the_kernels_of_adapters_drop_what_plain_code_drops(
     seed = torch.tensor(777123, device=device)
     mask = dropout.kept_places(x.shape, seed, p).double() / (1 - p)
     y = dropout.dropped_product(x, weight, weight.detach().to(x.dtype), seed, p, 0.25)
-    to_y = torch.randn(tokens, rank + 8, device=device, dtype=kind)[:, :rank]  # as a 4-bit layer hands it on
+    to_y = torch.randn(tokens, rank, device=device, dtype=kind)
     found = [y, *torch.autograd.grad(y, (x, weight), to_y), dropout.drop(x, seed, p)]
     dropped, gradient = x.double().detach() * mask, to_y.double()
     right = [0.25 * dropped @ weight.double().mT, 0.25 * gradient @ weight.double() * mask]
@@ -383,19 +382,33 @@ def test_the_kernels_of_adapters_drop_what_plain_code_drops(
     note(f"dropout of adapters in Triton: {tokens} × {width}, rank {rank}, {dtype}", f"errors up to {max(errors):.1e}")
 
 
-@pytest.mark.parametrize(("tokens", "width", "rank"), [(512, 256, 64), (100, 96, 5), (70, 1100, 128)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_that_adds_a_product_is_exact_to_rounding(
-    note: Callable[[str, str], None], tokens: int, width: int, rank: int, dtype: torch.dtype
+@needs_bitsandbytes
+@pytest.mark.parametrize(("tokens", "sizes", "rank"), [(512, (256, 192), 64), (100, (96, 160), 5), (3, (64, 64), 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_4_bit_layer_with_an_adapter_is_exact_to_rounding(
+    note: Callable[[str, str], None], tokens: int, sizes: tuple[int, int], rank: int, dtype: str
 ) -> None:
+    """The output and all gradients, beside those in float64."""
     torch.manual_seed(0)
-    sizes = (tokens, width), (tokens, rank), (width, rank)
-    output, left, right = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
-    expected = output.double() + left.double() @ right.double().mT
-    add_product(output, left, right)
-    error = float((output.double() - expected).norm() / expected.norm())
-    assert error < (0.003 if dtype == torch.bfloat16 else 0.0004)
-    note(f"adding a product in Triton: {tokens} × {width}, rank {rank}, {dtype}", f"error {error:.1e}")
+    kind, (width, outputs) = getattr(torch, dtype), sizes
+    layer = QuantisedLinear(nn.Linear(width, outputs, device="cuda").requires_grad_(False), FourBit(double=True))
+    shapes = (2, tokens, width), (2, tokens, rank), (outputs, rank)
+    inputs = [torch.randn(shape, device="cuda", dtype=kind, requires_grad=True) for shape in shapes]
+    layer.bias = nn.Parameter(torch.randn(outputs, device="cuda", dtype=kind))
+    inputs.append(layer.bias)
+    y = layer(inputs[0], (inputs[1], inputs[2]))
+    to_y = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, inputs, to_y)]
+    x, left, right, bias = exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = x @ layer.dequantise().double().mT + left @ right.mT + bias
+    right_ones = [expected, *torch.autograd.grad(expected, exact, to_y.double())]
+    pairs = zip(found, right_ones, strict=True)
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
+    assert max(errors) < {"bfloat16": 0.005, "float16": 0.0006, "float32": 1e-5}[dtype]
+    note(
+        f"4-bit layer with an adapter: {tokens} × {width} × {outputs}, rank {rank}, {dtype}",
+        f"errors up to {max(errors):.1e}",
+    )
 
 
 @needs_bitsandbytes
@@ -413,10 +426,6 @@ def test_the_kernel_of_4_bit_weights_gives_the_numbers_of_bitsandbytes(
             with monkeypatch.context() as patched:
                 patched.setattr(schemes, "has_kernel", lambda weight: False)
                 assert torch.equal(by_kernel, scheme.dequantise(weight, statistics, shape, dtype)), (shape, dtype)
-            if shape[1] % BLOCK == 0:
-                beside = torch.randn(shape[0], 24, device="cuda").to(dtype)
-                joined = scheme.dequantise_beside(weight, statistics, shape, beside)
-                assert torch.equal(joined, torch.cat([by_kernel, beside], 1)), dtype
     note(f"4-bit weights in Triton: {quant_type}{', quantised scales' * double}", "the bits of bitsandbytes")
 
 
