@@ -178,9 +178,7 @@ def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor,
         COLUMNS=columns,
         STAGES=tiles_ahead(_padded(rank)),
     )
-    out, size = x.new_empty(*input.shape[:-1], rank), tokens * rank
-    triton_kernels.add_parts[(_tiles(size, 1024),)](parts, out, size, scaling / (1 - p), PARTS=num_parts, SIZE=1024)
-    return out
+    return _sum_of(parts, x.new_empty(*input.shape[:-1], rank), scaling / (1 - p))
 
 
 @register_fake("shoal::dropped_product")
@@ -190,13 +188,16 @@ def _(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
 
 @operator("dropped_product_to_weight")
 def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
-    """Returns the gradient of the weight as a sum over the first dimension, in at least float32."""
+    """Returns the gradient of the weight, in at least float32.
+
+    Its parts are added up here: torch.compile would choose the order of a sum by timing, and equal runs would differ.
+    """
     rank, width = gradient.shape[-1], input.shape[-1]
     x, outputs = input.reshape(-1, width), gradient.reshape(-1, rank).contiguous()
     tokens, rows, columns = len(x), WEIGHT_ROWS, WEIGHT_COLUMNS
     if why_not(input.device, input.dtype, rank) is not None:
         product = outputs.mT @ drop(input, seed, p).reshape(-1, width)
-        return (product.to(torch.promote_types(product.dtype, torch.float32)) * scaling)[None]
+        return product.to(torch.promote_types(product.dtype, torch.float32)) * scaling
     from shoal.lora import triton_kernels
 
     x = x.contiguous()
@@ -221,15 +222,22 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
         COLUMNS=columns,
         STAGES=4,
     )
-    return parts
+    return _sum_of(parts, parts.new_empty(rank, width), 1.0)
 
 
 @register_fake("shoal::dropped_product_to_weight")
-def _(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
-    rank, width = gradient.shape[-1], input.shape[-1]
-    in_triton = why_not(input.device, input.dtype, rank) is None
-    num_parts = _num_weight_parts(input.numel() // width, width) if in_triton else 1
-    return input.new_empty(num_parts, rank, width, dtype=torch.promote_types(input.dtype, torch.float32))
+def _(input: Tensor, gradient: Tensor, *args: Any) -> Tensor:
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    return input.new_empty(gradient.shape[-1], input.shape[-1], dtype=dtype)
+
+
+def _sum_of(parts: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Writes the scaled sum over the first dimension into `out`, by a kernel in Triton."""
+    from shoal.lora import triton_kernels
+
+    size, each = out.numel(), 1024
+    triton_kernels.add_parts[(_tiles(size, each),)](parts, out, size, scale, PARTS=len(parts), SIZE=each)
+    return out
 
 
 def _num_weight_parts(tokens: int, width: int) -> int:
@@ -293,7 +301,7 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         to_input = _to_input(gradient, factor, seed, *ctx.options)
     if ctx.needs_input_grad[1]:
-        to_weight = _to_weight(input, gradient, seed, *ctx.options).sum(0).to(ctx.dtype)
+        to_weight = _to_weight(input, gradient, seed, *ctx.options).to(ctx.dtype)
     return to_input, to_weight, None, None, None, None
 
 

@@ -138,7 +138,7 @@ def add_parts(parts, out, size, scale, PARTS: tl.constexpr, SIZE: tl.constexpr):
     places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = places < size
     total = tl.zeros((SIZE,), tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.range(PARTS):
         total += tl.load(parts + part * size + places, mask=inside, other=0.0)
     tl.store(out + places, (total * scale).to(out.dtype.element_ty), mask=inside)
 
