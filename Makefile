@@ -49,6 +49,7 @@ bench-gpu: .venv/.ready-bench
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "make bench-gpu needs a GPU, and torch sees none"; exit 1; }
 	$(BIN)/python benchmarks/bdh.py $(if $(PUBLIC_BDH),--public $(PUBLIC_BDH)) --at-once 4 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --steps 8 --at-once 4 --cases "raw;single, loss in 8 chunks" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/llama.py --fp8 --steps 8 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --large --steps 5 --cases "transformers, bf16;8B, bf16" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --steps 8 --cases "peer;shoal, recomputed, compiled;shoal, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --cases "peer;shoal, recorded" --write docs/benchmarks.md

@@ -1,6 +1,7 @@
 """Measures on one GPU how fast a Llama trains under each strategy, and how much memory that takes.
 
-    python benchmarks/llama.py [--large] [--steps 12] [--small] [--cases 'raw;single'] [--write docs/benchmarks.md]
+    python benchmarks/llama.py [--large | --fp8] [--steps 12] [--small] [--cases 'raw;single']
+                               [--write docs/benchmarks.md]
 
 The cases run one after another, each in a process of its own: first a compiled loop in plain PyTorch, then the same
 steps under shoal's strategies. A case with several ranks uses torch's `fake` backend: rank 0 computes for real, and its
@@ -24,6 +25,7 @@ SIZES = {
     "vocab_size": 32000,
 }
 LARGE = {**SIZES, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+TIED = {**SIZES, "vocab_size": 128256, "tie_word_embeddings": True}
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
 SPEED = {"mixed_precision": "bf16", "compile": True}
 CHUNKED = {**SPEED, "loss_chunks": 8}
@@ -45,6 +47,7 @@ ABOUT = (
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
 PP_FSDP = {"strategy": "mesh", "mesh": {"pp": 4, "dp_shard": 8}, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
+FP8 = {**CHUNKED, "mixed_precision": "fp8"}
 EIGHT_BILLION = {**CHUNKED, "mixed_precision": "pure_bf16", "activation_checkpointing": "full"}
 BF16_WEIGHTS = {**CHUNKED, "weights_dtype": "bf16"}
 
@@ -53,7 +56,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "raw": (1, {}, {}),
     "single": (1, SINGLE, SPEED),
     "single, loss in 8 chunks": (1, SINGLE, CHUNKED),
-    "single, loss in 8 chunks, fp8": (1, SINGLE, {**CHUNKED, "mixed_precision": "fp8"}),
+    "single, loss in 8 chunks, fp8": (1, SINGLE, FP8),
     "single, loss in 8 chunks, all recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "full"}),
     "single, loss in 8 chunks, all recomputed, inputs on the host": (1, SINGLE, OFFLOADED),
     "single, loss in 8 chunks, some recomputed": (1, SINGLE, {**CHUNKED, "activation_checkpointing": "selective"}),
@@ -75,20 +78,38 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "8B, tp 8 × dp_shard 8, rank 0 of 64": (64, TP_FSDP, EIGHT_BILLION),
     "8B, pp 4 × dp_shard 8, rank 0 of 32": (32, PP_FSDP, EIGHT_BILLION),
 }
+FP8_CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "bf16": (1, SINGLE, CHUNKED),
+    "fp8": (1, SINGLE, FP8),
+    "fp8, also the head": (1, SINGLE, {**FP8, "fp8_head": True}),
+}
+"""The cases of the option --fp8, of a model with a large vocabulary."""
+ABOUT_FP8 = (
+    "A Llama of 1.2 billion parameters with 128,256 tokens that share their embedding with the head, compiled, loss in "
+    "8 chunks, 8 × 2048 tokens a step. `fp8` is `mixed_precision: fp8`, and `also the head` is `fp8_head: true`. How "
+    "well such a model learns is [below](#losses-of-faster-paths)."
+)
 
 
 def main() -> None:
     parser = parser_of(__doc__, steps=12)
-    parser.add_argument("--large", action="store_true", help="the cases of a Llama of 8 billion parameters")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--large", action="store_true", help="the cases of a Llama of 8 billion parameters")
+    which.add_argument("--fp8", action="store_true", help="bf16 and fp8 with a large vocabulary")
     options = options_of(parser)
     if options.case:
-        print(json.dumps(measure(options.case, options.steps, options.small)))
+        print(json.dumps(measure(options.case, options.steps, options.small, options.fp8)))
         return
-    names = [name for name in CASES if name.startswith("8B") == options.large]
+    names = [*FP8_CASES] if options.fp8 else [name for name in CASES if name.startswith("8B") == options.large]
     if options.large:
         options.at_once = 1  # each needs most of a GPU
     results = run_cases(names, options)
-    if options.write:
+    if options.write and options.fp8:
+        head = (
+            f"Measured by `python benchmarks/llama.py --fp8` on {machine()}: {options.steps} steps after 4 for warm-up."
+        )
+        write_section(options.write, "fp8", f"{head} {ABOUT_FP8}\n\n{table_of(results, names[0])}")
+    elif options.write:
         size = "8" if options.large else "1.1"
         head = (
             f"How fast does a Llama of {size} billion parameters train under each strategy on one GPU, and how much "
@@ -99,16 +120,16 @@ def main() -> None:
         write_section(options.write, heading, f"{head}\n\n{table_of(results, names[0])}")
 
 
-def measure(name: str, steps: int, small: bool) -> dict[str, float]:
+def measure(name: str, steps: int, small: bool, fp8: bool = False) -> dict[str, float]:
     """Runs one case and returns its speed, peak memory and last loss."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     large = name.startswith("8B")
-    world, distributed, training = CASES[name]
+    world, distributed, training = FP8_CASES[name] if fp8 else CASES[name]
     rows, length = (8, 64) if small else (2, 4096) if large and world == 1 else (8, 2048)
     generator = torch.Generator().manual_seed(0)
-    sizes = SMALL if small else LARGE if large else SIZES
+    sizes = SMALL if small else LARGE if large else TIED if fp8 else SIZES
     tokens = torch.randint(0, sizes["vocab_size"], (rows, length + 1), generator=generator)
     if name == "raw":
         step = raw_step(sizes, tokens.to(device))

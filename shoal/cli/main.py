@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from typing import Annotated
 
 import typer
@@ -24,6 +22,7 @@ from shoal.cli.train import train
 from shoal.cli.translate import translate
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
+from shoal.observe.quiet import quiet_torchao
 
 app = App(
     help="Distributed training on PyTorch. A recipe in Python says what to train (model, data, loss), a config file in "
@@ -72,9 +71,7 @@ def options(
 
 def main() -> None:
     """Runs the command line. A UserError is printed in one line and exits with code 2."""
-    # transformers and peft import torchao whether or not it is used, and it then logs what it cannot load.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"torchao\b")
+    quiet_torchao()
     try:
         app()
     except (UserError, PermissionError) as error:

@@ -77,6 +77,8 @@ class Layout:
     """Whether micro-batches are recorded in CUDA graphs."""
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     """The type of weights, gradients and optimizer state; with fp32, float64 parameters stay float64."""
+    fp8_head: bool = False
+    """Whether the head that computes the loss multiplies in fp8, too."""
 
     @property
     def world_size(self) -> int:
@@ -143,6 +145,7 @@ def layout_of(
         training.kernels,
         training.cuda_graphs,
         training.weights_dtype,
+        training.fp8_head,
     )
     for contradictory, message in (
         *_contradictions(layout),

@@ -129,6 +129,9 @@ class TrainingConfig(Section):
     loss_chunks: Positive = 1
     """Compute the loss in this many chunks of a micro-batch, so that all of its logits never exist at once. Saves
     memory for large vocabularies."""
+    fp8_head: bool = False
+    """With `mixed_precision: fp8` and `loss_chunks`, the head also computes its logits and the gradients of its inputs
+    in fp8. See [choosing.md](choosing.md#fp8)."""
     sync_batch_norm: bool = False
     """BatchNorm takes mean and variance over the micro-batches of all data-parallel ranks, instead of each rank over
     its own. Layouts then compute the same; not for pipelines, sequence parallelism and DeepSpeed."""
@@ -215,6 +218,16 @@ class TrainingConfig(Section):
                 self.weights_dtype == "bf16" and self.optimizer.name != "adamw",
                 f"weights_dtype = bf16 needs an optimizer that rounds stochastically, and optimizer = "
                 f"{self.optimizer.name} does not; use adamw, or weights_dtype: fp32",
+            ),
+            (
+                self.fp8_head and self.mixed_precision != "fp8",
+                f"fp8_head = true is for mixed_precision = fp8, and mixed_precision = {self.mixed_precision}; set it "
+                "to fp8, or leave fp8_head out",
+            ),
+            (
+                self.fp8_head and self.loss_chunks == 1,
+                "fp8_head = true needs a head that computes the loss in chunks; set loss_chunks, for example to 8, or "
+                "leave fp8_head out",
             ),
             (
                 self.weights_dtype == "bf16" and self.mixed_precision not in ("bf16", "fp8"),

@@ -475,7 +475,7 @@ class DistributedStrategy(ABC):
         in_other_stage = layout.mesh["pp"] > 1 and plan.head is None
         if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
             shared = tensor if shares_vocabulary else None
-            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared)
+            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, layout.compile, shared, layout.fp8_head)
         recompute = layout.activation_checkpointing
         if layout.compile:
             engaged.compiled = CompiledModules(model, plan)

@@ -128,7 +128,7 @@ class NativeStrategy(DistributedStrategy):
                 key = f"distributed.fsdp.param_dtype = {fsdp.param_dtype}" if fsdp.param_dtype else PURE_BF16
                 check_gathered(model, DTYPES[layout.param_dtype], key)
         if layout.precision == "fp8":
-            engaged.float8_layers = apply_float8(model, plan)
+            engaged.float8_layers = apply_float8(model, plan, sides["tp"])
         engaged.fused_modules = apply_kernels(model, layout.kernels, self.device, compute_dtype(layout.precision))
         if sides["pp"] > 1:
             roots, plan = self._take_stages(model, plan)

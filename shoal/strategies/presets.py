@@ -35,6 +35,7 @@ _TRAINING = (
     "cuda_graphs",
     "activation_checkpointing",
     "loss_chunks",
+    "fp8_head",
     "sync_batch_norm",
 )
 _NOT_GIVEN: Any = object()

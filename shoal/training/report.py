@@ -230,7 +230,10 @@ class Report:
             states = "weights, gradients and both averages of AdamW in bf16, rounded stochastically"
             yield "states", states, ("training.weights_dtype",)
         if engaged.float8_layers:
-            yield "fp8", f"{engaged.float8_layers} linear layers", ("training.mixed_precision",)
+            head = engaged.chunked_head  # None in a pipeline, on ranks that have not the last stage
+            in_head = training.fp8_head and (head is None or head.is_float8)
+            layers = f"{engaged.float8_layers} linear layers" + " and the head" * in_head
+            yield "fp8", layers, ("training.mixed_precision", "training.fp8_head")
         modules = dict(session.model.named_modules())
         if names := [name for name in engaged.fused_modules if name in modules]:  # those of this rank's stages
             fused = f"fused in {len(names)} module{'s' * (len(names) != 1)} ({names[0]}{', …' * (len(names) > 1)})"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,22 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
+from shoal.transform.float8_head import GRADIENT_TYPE, Float8Weight, to_float8
 from shoal.types import IGNORED_LABEL, ParallelPlan
 
-Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None], tuple[Tensor, Tensor | None]]
+
+class Scores(NamedTuple):
+    """What follows from the logits of a chunk."""
+
+    loss: Tensor
+    """The sum over its tokens."""
+    to_logits: Tensor | None
+    """The gradient with respect to the logits, times the scale of the loss; None if nobody needs it."""
+    in_float8: Tensor | None
+    """The same, not times the scale: numbers from -1 to 1, times the largest number of fp8. For a head in fp8."""
+
+
+Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None, bool], Scores]
 
 
 class ChunkedHead:
@@ -37,8 +50,10 @@ class ChunkedHead:
         chunks: int,
         compiled: bool = False,
         tensor: TensorParallel | None = None,
+        float8: bool = False,
     ) -> None:
-        """`tensor` is given if ranks share the vocabulary: each then computes the logits of some tokens."""
+        """`tensor` is given if ranks share the vocabulary: each then computes the logits of some tokens. `float8` says
+        that products with the weight are computed in fp8."""
         self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
         """Which setting makes the head compute the loss, and what to change otherwise; for errors."""
         if plan.head is None:
@@ -58,8 +73,11 @@ class ChunkedHead:
             )
         self.num_scored = 0
         """How often the head returned a loss, as proof that it engaged."""
+        self.is_float8 = float8
+        """Whether the logits and the gradients of the head's inputs are computed in fp8."""
         self._chunks = chunks
         self._score: Scoring = torch.compile(_score) if compiled else _score
+        self._to_float8 = (torch.compile(to_float8) if compiled else to_float8) if float8 else None
         self._tensor = tensor
         self._labels: Tensor | None = None
         self._scale: Tensor | None = None
@@ -105,7 +123,8 @@ class ChunkedHead:
             )
         # Under no_grad, requires_grad of a parameter is still true.
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, self._scale, self._chunks, wanted, score)
+        options = self._scale, self._chunks, wanted, score, self._to_float8
+        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, *options)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -124,12 +143,16 @@ class _ChunkedLoss(torch.autograd.Function):
         chunks: int,
         wanted: list[bool],
         score: Scoring,
+        to_float8: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
+        """With `to_float8`, which rounds a tensor, products with the weight are computed in fp8."""
         kind = hidden.device.type
         # As autocast does, but the weight is cast once and not for every chunk.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
+        float8 = Float8Weight(weight, to_float8, for_gradients=wanted[0]) if to_float8 is not None else None
+        weight = weight if float8 is not None else weight.to(dtype)
         if scale is not None:
             # The backward divides by the scale, which is 0 for a filler micro-batch.
             scale = torch.where(scale == 0, 1.0, scale)
@@ -144,18 +167,25 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             for start in range(0, len(labels), size):
                 part = slice(start, start + size)
-                logits = F.linear(hidden[part], weight.mT, bias)
-                loss, to_logits = score(logits, labels[part], scale, dtype if any(wanted) else None)
+                if float8 is not None:
+                    logits = float8.logits(hidden[part], bias)
+                else:
+                    logits = F.linear(hidden[part], weight.mT, bias)
+                gradient_dtype = dtype if any(wanted) else None
+                loss, to_logits, in_float8 = score(logits, labels[part], scale, gradient_dtype, float8 is not None)
                 total += loss
                 if to_logits is None:
                     continue
-                if to_hidden is not None:
+                if to_hidden is not None and float8 is not None:
+                    assert in_float8 is not None
+                    to_hidden[part] = float8.to_hidden(in_float8, scale, dtype)
+                elif to_hidden is not None:
                     torch.mm(to_logits, weight.mT, out=to_hidden[part])
                 if to_weight is not None:
                     _add_product(to_weight, hidden[part].mT, to_logits)
                 if to_bias is not None:
                     to_bias += to_logits.sum(0, dtype=wide)
-                del logits, to_logits  # free their memory before the next chunk
+                del logits, to_logits, in_float8  # free their memory before the next chunk
         ctx.gradients, ctx.scale = (to_hidden, to_weight, to_bias), scale
         return total
 
@@ -170,12 +200,12 @@ class _ChunkedLoss(torch.autograd.Function):
             None if gradient is None else gradient.mul_(factor).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _score(
-    logits: Tensor, labels: Tensor, scale: Tensor | None, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
+    logits: Tensor, labels: Tensor, scale: Tensor | None, dtype: torch.dtype | None, float8: bool = False
+) -> Scores:
     """Returns the loss of a chunk and its gradient with respect to the logits, times `scale` and in `dtype`.
 
     In float32 and in place: the logits are overwritten. Compiled, the wide numbers never reach memory.
@@ -185,7 +215,7 @@ def _score(
     chosen = labels.where(counted, 0)[:, None]
     normaliser = logits.logsumexp(-1, keepdim=True)
     loss = (normaliser - logits.gather(-1, chosen))[:, 0].where(counted, 0).sum()
-    return loss, _gradient(logits, normaliser, chosen, counted, scale, dtype)
+    return Scores(loss, *_gradients(logits, normaliser, chosen, counted, scale, dtype, float8))
 
 
 def _score_part(
@@ -193,10 +223,11 @@ def _score_part(
     labels: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype | None,
+    float8: bool = False,
     *,
     group: dist.ProcessGroup,
     first: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> Scores:
     """Does the same if this rank has the logits of the tokens from `first` on, and other ranks have the others."""
     logits = logits.float()
     counted = labels != IGNORED_LABEL
@@ -209,24 +240,29 @@ def _score_part(
     dist.all_reduce(sums, group=group)
     normaliser = highest + sums[0].log()
     loss = (normaliser - sums[1])[:, 0].where(counted, 0).sum()
-    return loss, _gradient(logits, normaliser, chosen, counted, scale, dtype)
+    return Scores(loss, *_gradients(logits, normaliser, chosen, counted, scale, dtype, float8))
 
 
-def _gradient(
+def _gradients(
     logits: Tensor,
     normaliser: Tensor,
     chosen: Tensor,
     counted: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype | None,
-) -> Tensor | None:
-    """Overwrites the logits with the gradient of the loss; returns None without a `dtype` for it."""
+    float8: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Overwrites the logits with the gradient of the loss; returns None without a `dtype` for it, and with `float8`
+    also what a head in fp8 needs."""
     if dtype is None:
-        return None
+        return None, None
     weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
     # A comparison instead of a scatter at the labels, which cannot be fused and is refused in deterministic mode.
     right = torch.arange(logits.shape[-1], device=logits.device) == chosen
-    return logits.sub_(normaliser).exp_().add_(right, alpha=-1).mul_(weight).to(dtype)
+    gradient = logits.sub_(normaliser).exp_().add_(right, alpha=-1)
+    largest = torch.finfo(GRADIENT_TYPE).max
+    in_float8 = (gradient * (counted[:, None] * largest)).to(GRADIENT_TYPE) if float8 else None
+    return gradient.mul_(weight).to(dtype), in_float8
 
 
 @custom_op("shoal::add_product", mutates_args={"total"}, device_types="cuda")

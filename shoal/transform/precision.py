@@ -53,9 +53,9 @@ def check_precision(precision: str, tf32: bool, device: torch.device) -> None:
             "use fp32"
         )
     if precision == "fp8":
-        if device.type != "cuda":
-            raise UserError(f"training.mixed_precision = fp8 needs a GPU, but the run is on {device.type}; use bf16")
-        if torch.cuda.get_device_capability(device) < (8, 9):
+        if device.type not in ("cuda", "cpu"):
+            raise UserError(f"training.mixed_precision = fp8 runs on cuda and cpu, not on {device.type}; use bf16")
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(
                 f"training.mixed_precision = fp8, but {torch.cuda.get_device_name(device)} has no fp8 arithmetic (Ada, "
                 "Hopper and later do); use bf16"

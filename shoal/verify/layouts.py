@@ -192,6 +192,7 @@ def reference_run(run: Run, procs: int) -> Run:
     without_options = {
         "activation_checkpointing": {"mode": "none"},
         "loss_chunks": 1,
+        "fp8_head": False,
         "compile": False,
         "kernels": "plain",
         "cuda_graphs": False,

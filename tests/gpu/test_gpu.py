@@ -18,6 +18,7 @@ from models.bdh_levels import errors_beside_plain
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from verify.runs import runner_on
 
 import shoal
@@ -36,7 +37,8 @@ from shoal.torch_private import compile_counts
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import RecipeBody
-from shoal.types import MicroBatch
+from shoal.transform.chunked_loss import ChunkedHead
+from shoal.types import IGNORED_LABEL, MicroBatch, ParallelPlan
 from shoal.verify import prove
 from shoal.weights import build
 
@@ -113,6 +115,7 @@ TWO = {"batch_size": 8, "gradient_accumulation": 2}
         (llama, "bf16", ["ddp", "fsdp"], LEAN),
         (llama, "pure_bf16", ["fsdp"], {"activation_checkpointing": "selective"}),
         (llama, "fp8", ["ddp", "fsdp"], {}),
+        (llama, "fp8", ["ddp", "fsdp"], {"loss_chunks": 3, "fp8_head": True}),
         (llama, "bf16", ["fsdp"], {**LEAN, "compile": True}),
         (llama, "fp32", ["tp", "tp_sp", "cp"], {}),
         pytest.param(bdh, "fp32", ["zero_1", "zero_2", "zero_3"], {}, marks=needs_deepspeed),
@@ -237,12 +240,40 @@ def test_recomputed_blocks_are_one_compiled_graph(tmp_path: Path, note: Callable
     note(f"Llama, bf16, compiled, activation_checkpointing {mode}", "4 modules, 1 graph, no breaks")
 
 
-def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None]) -> None:
-    outcome = train(check_run(llama(tmp_path, mixed_precision="fp8", compile=True)))
+@pytest.mark.parametrize("head", [False, True])
+def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None], head: bool) -> None:
+    keys = {"fp8_head": True, "loss_chunks": 3} if head else {}
+    outcome = train(check_run(llama(tmp_path, mixed_precision="fp8", compile=True, **keys)))
     assert outcome.metrics["train/loss"] < 4.0  # from 6.2
     report = (tmp_path / "out" / "report.txt").read_text()
-    assert "28 linear layers" in report
-    note("Llama, fp8, compiled, 30 steps", f"loss 6.2 → {outcome.metrics['train/loss']:.3f}")
+    assert f"28 linear layers{' and the head' * head}" in report
+    loss = f"loss 6.2 → {outcome.metrics['train/loss']:.3f}"
+    note(f"Llama, fp8{', also the head' * head}, compiled, 30 steps", loss)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_in_fp8_is_near_one_in_float64(note: Callable[[str, str], None], bias: bool, compiled: bool) -> None:
+    """Its loss and all gradients; two products of three are in fp8, and their FLOPs are counted."""
+    torch.manual_seed(0)
+    head = nn.Linear(256, 4096, bias, device="cuda")
+    x = torch.randn(2, 500, 256, device="cuda", requires_grad=True)
+    labels = torch.randint(4096, (2, 500), device="cuda")
+    labels[0, :9] = IGNORED_LABEL
+    chunks = ChunkedHead(nn.Sequential(head), ParallelPlan(head="0"), 3, compiled, float8=True)
+    scale = torch.tensor(1 / 300, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16), chunks.scoring(labels, scale), FlopCounterMode(display=False) as flops:
+        loss = head(x)
+    found = [loss.detach(), *torch.autograd.grad(loss, (x, *head.parameters()), scale)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, *head.parameters())]
+    logits = nn.functional.linear(exact[0], *exact[1:])
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    right = [expected.detach(), *torch.autograd.grad(expected, exact, scale.double())]
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, right, strict=True)]
+    assert errors[0] < 1e-3
+    assert max(errors) < 0.06
+    assert flops.get_total_flops() == 3 * 2 * 1000 * 256 * 4096
+    note(f"head in fp8{', compiled' * compiled}{', with a bias' * bias}", f"errors up to {max(errors):.1e}")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

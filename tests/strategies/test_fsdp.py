@@ -250,7 +250,6 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
         ({"cpu_offload": True}, "cpu_offload = true needs a GPU to offload from"),
         ({"param_dtype": "bf16"}, "param_dtype = bf16, but training.mixed_precision = fp32 computes in fp32"),
         ({"param_dtype": "fp32", "mixed_precision": "pure_bf16"}, "pure_bf16 gathers parameters in bf16"),
-        ({"mixed_precision": "fp8"}, "fp8 needs a GPU"),
         ({"wrap_classes": ["Blok"]}, "wrap_classes names 'Blok', which is no class in the model; did you mean Block?"),
         ({"auto_wrap_policy": "size_based"}, "no module inside the model has 100,000,000 parameters"),
         ({"auto_wrap_policy": "transformer_based"}, "transformer_based, but the model has no repeated blocks"),

@@ -1,4 +1,4 @@
-"""How the scales of fp8 tensors are found. Training in fp8 needs a GPU: tests/gpu."""
+"""Linear layers in fp8, and how the scales of their tensors are found. tests/verify/test_fp8.py trains them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from shoal.errors import UserError
 from shoal.transform.float8 import apply_float8, largest_by_rows
+from shoal.transform.precision import check_precision
 from shoal.types import ParallelPlan
 
 
@@ -43,13 +46,52 @@ def test_the_largest_number_is_found_by_rows(
 def test_layers_of_torchao_find_their_scales_by_rows() -> None:
     """Replaced once, however many models there are."""
     pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
-    from torchao.float8 import float8_utils
+    from torchao.float8 import float8_ops, float8_utils
 
     for _ in range(2):
         model = torch.nn.Sequential(torch.nn.Linear(32, 32))
         assert apply_float8(model, ParallelPlan()) == 1
-    assert float8_utils.tensor_to_amax.__module__ == "shoal.transform.float8"
-    assert float8_utils.tensor_to_amax.__wrapped__.__module__ == "torchao.float8.float8_utils"
+    for function in (float8_utils.tensor_to_amax, float8_ops.pad_tensor_for_matmul):
+        assert function.__module__ == "shoal.transform.float8"
+        assert function.__wrapped__.__module__ == "torchao.float8.float8_utils"
     x = torch.randn(4, 32, dtype=torch.bfloat16)
     scale = float8_utils.tensor_to_scale(x, torch.float8_e4m3fn)
     assert scale == (torch.finfo(torch.float8_e4m3fn).max / x.abs().max().double()).float()
+
+
+@pytest.mark.parametrize("tokens", [64, 50])
+def test_layers_multiply_in_fp8(tokens: int) -> None:
+    """Forward and backward, and on CPUs. GPUs add up over multiples of 16 tokens, which CPUs do not ask for."""
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(32, 48), torch.randn(tokens, 32, requires_grad=True)
+    expected = layer(x)
+    gradient = torch.randn_like(expected)
+    right = torch.autograd.grad(expected, (x, layer.weight), gradient)
+    model = torch.nn.Sequential(layer)
+    apply_float8(model, ParallelPlan())
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        output = model(x)
+        found = torch.autograd.grad(output, (x, model[0].weight), gradient.bfloat16())
+    products = [event.input_shapes[:2] for event in profiled.events() if event.name == "aten::_scaled_mm"]
+    assert products == [[[tokens, 32], [32, 48]], [[tokens, 48], [48, 32]], [[48, 64], [64, 32]]]
+    for one, other in zip((output, *found), (expected, *right), strict=True):
+        assert 0.01 < (one - other).norm() / other.norm() < 0.06
+
+
+def test_layers_of_which_a_rank_would_have_a_part_that_does_not_fit_stay_as_they_are() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    for parts, converted in ((1, 2), (2, 1)):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 48))
+        assert apply_float8(model, ParallelPlan(), parts) == converted
+    with pytest.raises(UserError, match=r"no nn\.Linear whose sides are multiples of 64; use bf16"):
+        apply_float8(torch.nn.Sequential(torch.nn.Linear(32, 64)), ParallelPlan(), 4)
+
+
+def test_devices_that_cannot_multiply_in_fp8_are_refused() -> None:
+    check_precision("fp8", False, torch.device("cpu"))
+    with pytest.raises(UserError, match="fp8 runs on cuda and cpu, not on mps; use bf16"):
+        check_precision("fp8", False, torch.device("mps"))

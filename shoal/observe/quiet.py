@@ -1,0 +1,21 @@
+"""Messages of other libraries that nobody asked for."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+
+def quiet_torchao() -> None:
+    """Hides what torchao prints when it is imported: which of its libraries it cannot load, and what is deprecated.
+
+    transformers and peft import it whether or not it is used.
+    """
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(_not_of_torchao)
+    warnings.filterwarnings("ignore", module=r"torchao\b")
+
+
+def _not_of_torchao(record: logging.LogRecord) -> bool:
+    """Returns False for the warning (torch 2.13) that enums need not be registered, which torchao does."""
+    return "register_constant() on Enum" not in record.getMessage()
