@@ -35,7 +35,7 @@ def test_version_and_help_import_little() -> None:
     assert "train" in probe.stdout
     assert not {"torch", "numpy", "pydantic", "yaml", "safetensors", "transformers"} & modules
     rooms = {name.split(".")[1] for name in modules if name.startswith("shoal.")}
-    assert rooms == {"cli", "errors"}
+    assert rooms == {"cli", "errors", "observe"}
     result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == f"shoal {shoal.__version__}\n"
 
