@@ -16,6 +16,8 @@ from typing import Any
 Results = dict[str, dict[str, float]]
 WARM_UP = 3
 """Steps that compile and allocate, before those that are timed."""
+WARM_UP_RECORDED = 17
+"""The same with recordings in CUDA graphs, which are compared with plain steps after 1, 2, 4, 8 and 16 uses."""
 WARM = "warm"
 """What a process says when it is ready to be timed."""
 
@@ -103,7 +105,7 @@ def time_steps(step: Callable[[], Any], steps: int, tokens: int, recorded: bool 
 
     on_gpu = torch.cuda.is_available()
     synchronise = torch.cuda.synchronize if on_gpu else lambda: None
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP_RECORDED if recorded else WARM_UP):
         step()
     synchronise()
     kept = 0

@@ -105,6 +105,7 @@ def main() -> None:
     if options.write:
         command = f"python benchmarks/qlora.py --kind {options.kind} --length {length}"
         size = f"{rows} × {length} tokens a step, {options.steps} steps after 4 for warm-up"
+        size += " (recorded: 18)" * any("recorded" in name for name in results)
         heading = kind.heading + f", {length} tokens" * (length != 2048)
         text = f"Measured by `{command}` on {machine()}: {size}. {kind.about}"
         write_section(options.write, heading, f"{text}\n\n{table_of(results, next(iter(kind.cases)))}")

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shoal.torch_private import break_graph
 
@@ -60,8 +61,13 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
 
 
 def computes_as_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Returns whether a module is a linear layer. Some subclasses, such as routers of experts, compute other things."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """Returns whether a module is a linear layer whose forward is called.
+
+    Some subclasses, such as routers of experts, compute other things; so do layers whose forward somebody replaced. The
+    last class is that of a layer inside of nn.MultiheadAttention, which reads the weight and calls no forward.
+    """
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_linear and "forward" not in vars(module) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def view_parameters(module: nn.Module, view: View, hidden: tuple[str, ...] = ()) -> None:

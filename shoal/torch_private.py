@@ -118,8 +118,9 @@ def as_rows(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Sets the timeout of a group: init_device_mesh does not ask for one."""
-    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    """Sets the timeout of a group: init_device_mesh does not ask for one. torch 2.15 has a public function for it."""
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=seconds), group)
 
 
 def default_store() -> dist.Store:  # type: ignore[name-defined]
@@ -203,9 +204,11 @@ def call_without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def skip_greeting_itself(stage: PipelineStage) -> None:
-    """Stops torch 2.11 from sending a first message between two stages of the same rank, which gloo cannot do."""
-    greet = stage._get_init_p2p_neighbors_ops
-    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]  # type: ignore[method-assign]
+    """Stops torch 2.11 from sending a first message between two stages of the same rank, which gloo cannot do. torch
+    2.15 has no such messages."""
+    if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+        greet = stage._get_init_p2p_neighbors_ops
+        stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]  # type: ignore[method-assign]
 
 
 def agree_on_static_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:

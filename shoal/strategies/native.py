@@ -42,6 +42,7 @@ from shoal.strategies.recorded import Recorded
 from shoal.strategies.state import collect_state, restore_state
 from shoal.strategies.update import ShardedUpdate, Update, check_optimizer
 from shoal.tensors import DTYPES, local_part, named_tensors
+from shoal.transform.chunked_loss import check_head
 from shoal.transform.float8 import apply_float8
 from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
@@ -131,6 +132,7 @@ class NativeStrategy(DistributedStrategy):
             engaged.float8_layers = apply_float8(model, plan, sides["tp"])
         engaged.fused_modules = apply_kernels(model, layout.kernels, self.device, compute_dtype(layout.precision))
         if sides["pp"] > 1:
+            check_head(plan, layout.loss_chunks)
             roots, plan = self._take_stages(model, plan)
         tensor = self._apply_tensor_parallel(model, plan) if sides["tp"] > 1 else None
         self._exchange = apply_context_parallel(model, self._group("cp")) if sides["cp"] > 1 else None

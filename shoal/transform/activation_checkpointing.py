@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,12 @@ def apply_activation_checkpointing(
     return chosen
 
 
+_OPTIONS: dict[str, Any] = {"use_reentrant": False}
+if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # from torch 2.15 on
+    # `offload` moves the inputs of blocks to the host, and not what `selective` keeps.
+    _OPTIONS["respect_saved_tensors_hooks"] = False
+
+
 def num_recomputed() -> int:
     """Returns how many modules this process recomputed, as proof that it engaged; compiled ones do not count."""
     return _Recomputing.times
@@ -74,9 +81,9 @@ def _recompute_all(
 ) -> Any:
     """Runs the forward, and again in the backward; running statistics in `with_state_of` move in the first alone."""
     if torch.compiler.is_compiling():
-        return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False)
+        return checkpoint(_forward, forward, kwargs, *args, **_OPTIONS)
     contexts = partial(_watched, with_state_of)
-    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(_forward, forward, kwargs, *args, context_fn=contexts, **_OPTIONS)
 
 
 def _recompute_but_small(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +94,7 @@ def _recompute_but_small(forward: Callable[..., Any], *args: Any, **kwargs: Any)
     if not torch.compiler.is_compiling():
         return _recompute_all(forward, *args, **kwargs)
     kwargs.pop("with_state_of", None)
-    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=_kept_if_small)
+    return checkpoint(_forward, forward, kwargs, *args, context_fn=_kept_if_small, **_OPTIONS)
 
 
 def _recompute_some(
@@ -96,7 +103,7 @@ def _recompute_some(
     """As `_recompute_all`, but keeps the outputs of some operations."""
     watched = partial(_kept_by_operation_watched, with_state_of)
     contexts = _kept_by_operation if torch.compiler.is_compiling() else watched
-    return checkpoint(_forward, forward, kwargs, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(_forward, forward, kwargs, *args, context_fn=contexts, **_OPTIONS)
 
 
 def _forward(forward: Callable[..., Any], kwargs: dict[str, Any], *args: Any) -> Any:

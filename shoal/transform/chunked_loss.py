@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
-from shoal.transform.float8_head import GRADIENT_TYPE, Float8Weight, to_float8
+from shoal.transform.float8_head import GRADIENT_TYPE, Float8Gradient, Float8Weight, check_sizes, to_float8
 from shoal.types import IGNORED_LABEL, ParallelPlan
 
 
@@ -31,13 +31,22 @@ class Scores(NamedTuple):
 
     loss: Tensor
     """The sum over its tokens."""
-    to_logits: Tensor | None
+    to_logits: Tensor | None = None
     """The gradient with respect to the logits, times the scale of the loss; None if nobody needs it."""
-    in_float8: Tensor | None
-    """The same, not times the scale: numbers from -1 to 1, times the largest number of fp8. For a head in fp8."""
+    in_float8: Float8Gradient | None = None
+    """The same for a head in fp8."""
 
 
 Scoring = Callable[[Tensor, Tensor, Tensor | None, torch.dtype | None, bool], Scores]
+
+
+def check_head(plan: ParallelPlan, chunks: int) -> None:
+    """Refuses to compute the loss in chunks if the plan of the whole model names no head."""
+    if plan.head is None and chunks > 1:
+        raise UserError(
+            f"training.loss_chunks = {chunks}, but the recipe's plan names no head to make logits of some tokens at a "
+            "time; set it to 1, or name the head in the recipe's parallel_plan"
+        )
 
 
 class ChunkedHead:
@@ -56,21 +65,23 @@ class ChunkedHead:
         that products with the weight are computed in fp8."""
         self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
         """Which setting makes the head compute the loss, and what to change otherwise; for errors."""
-        if plan.head is None:
-            raise UserError(
-                f"{self.cause}, but the recipe's plan names no head to make logits of some tokens at a time; "
-                f"{self.advice}, or name the head in the recipe's parallel_plan"
-            )
+        check_head(plan, chunks)
+        assert plan.head is not None
         if tensor is not None:  # also with one chunk
             self.cause = f"distributed.mesh.tp = {tensor.size} splits the head {plan.head!r}, which then gives the loss"
             self.advice = "take its style vocabulary, and the embedding's, out of the recipe's parallel_plan"
         module = model.get_submodule(plan.head)
-        self._linear = module if type(module).forward is nn.Linear.forward else None
+        plain = nn.Linear.forward
+        self._linear = module if isinstance(module, nn.Linear) and type(module).forward is plain else None
         if self._linear is None and next(module.parameters(), None) is not None:
             raise UserError(
                 f"{self.cause}: this needs a head that is an nn.Linear or has no parameters, and {plan.head!r} is a "
                 f"{type(module).__name__}; {self.advice}"
             )
+        if float8 and self._linear is not None:
+            part = -(-self._linear.out_features // (tensor.size if tensor is not None else 1))
+            for vocabulary in {part, self._linear.out_features % part or part}:  # the last rank's may be smaller
+                check_sizes(self._linear.in_features, vocabulary)
         self.num_scored = 0
         """How often the head returned a loss, as proof that it engaged."""
         self.is_float8 = float8
@@ -214,8 +225,9 @@ def _score(
     counted = labels != IGNORED_LABEL
     chosen = labels.where(counted, 0)[:, None]
     normaliser = logits.logsumexp(-1, keepdim=True)
-    loss = (normaliser - logits.gather(-1, chosen))[:, 0].where(counted, 0).sum()
-    return Scores(loss, *_gradients(logits, normaliser, chosen, counted, scale, dtype, float8))
+    right = logits.gather(-1, chosen)
+    loss = (normaliser - right)[:, 0].where(counted, 0).sum()
+    return _with_gradients(loss, logits, normaliser, right, chosen, counted[:, None], scale, dtype, float8)
 
 
 def _score_part(
@@ -240,29 +252,39 @@ def _score_part(
     dist.all_reduce(sums, group=group)
     normaliser = highest + sums[0].log()
     loss = (normaliser - sums[1])[:, 0].where(counted, 0).sum()
-    return Scores(loss, *_gradients(logits, normaliser, chosen, counted, scale, dtype, float8))
+    scores = _with_gradients(loss, logits, normaliser, sums[1], chosen, counted[:, None], scale, dtype, float8)
+    if scores.in_float8 is None:
+        return scores
+    others, words, of_words = scores.in_float8
+    return scores._replace(in_float8=Float8Gradient(others, words.where(own[:, 0], 0), of_words.where(own, 0)))
 
 
-def _gradients(
+def _with_gradients(
+    loss: Tensor,
     logits: Tensor,
     normaliser: Tensor,
+    right: Tensor,
     chosen: Tensor,
     counted: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype | None,
     float8: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Overwrites the logits with the gradient of the loss; returns None without a `dtype` for it, and with `float8`
-    also what a head in fp8 needs."""
+) -> Scores:
+    """Returns a loss with its gradients, if there is a `dtype` for them. Overwrites the logits.
+
+    `right` are the logits of the labels, which are at `chosen`; all are (tokens, 1) except the logits.
+    """
     if dtype is None:
-        return None, None
-    weight = counted[:, None].float() if scale is None else counted[:, None] * scale.float()
+        return Scores(loss)
+    weight = counted.float() if scale is None else counted * scale.float()
     # A comparison instead of a scatter at the labels, which cannot be fused and is refused in deterministic mode.
-    right = torch.arange(logits.shape[-1], device=logits.device) == chosen
-    gradient = logits.sub_(normaliser).exp_().add_(right, alpha=-1)
-    largest = torch.finfo(GRADIENT_TYPE).max
-    in_float8 = (gradient * (counted[:, None] * largest)).to(GRADIENT_TYPE) if float8 else None
-    return gradient.mul_(weight).to(dtype), in_float8
+    at_label = torch.arange(logits.shape[-1], device=logits.device) == chosen
+    probabilities = logits.sub_(normaliser).exp_()
+    in_float8 = None
+    if float8:
+        others = probabilities.masked_fill(at_label, 0) * (counted * torch.finfo(GRADIENT_TYPE).max)
+        in_float8 = Float8Gradient(others.to(GRADIENT_TYPE), chosen[:, 0], (right - normaliser).expm1() * counted)
+    return Scores(loss, probabilities.add_(at_label, alpha=-1).mul_(weight).to(dtype), in_float8)
 
 
 @custom_op("shoal::add_product", mutates_args={"total"}, device_types="cuda")

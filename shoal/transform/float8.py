@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserError
@@ -18,36 +19,58 @@ ALIGNMENT = 16
 
 
 def apply_float8(model: nn.Module, plan: ParallelPlan, tensor_parts: int = 1) -> int:
-    """Replaces the linear layers inside the plan's blocks whose sides are multiples of 16 by torchao's fp8 layers.
+    """Makes the linear layers inside the plan's blocks whose sides are multiples of 16 multiply in fp8.
 
-    Their parameters, and the names of those, stay. The head stays as it is: its output decides the loss. So do small
-    layers outside blocks, which gain nothing. Each of `tensor_parts` ranks will have a part of a layer, whose sides
-    must be multiples of 16, too.
+    The plan's head stays as it is: its output decides the loss. So do small layers outside blocks, which gain nothing;
+    without blocks in the plan, all layers but the head are taken. Each of `tensor_parts` ranks will have a part of a
+    layer, whose sides must be multiples of 16, too. Returns the number of layers.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise UserError("training.mixed_precision = fp8 needs torchao: pip install 'shoal[quant]'") from None
     _replace_functions()
-    converted: list[str] = []
     multiple = ALIGNMENT * tensor_parts
-
-    def wanted(module: nn.Module, name: str) -> bool:
-        inside = not plan.blocks or any(name.startswith(f"{block}.") for block in plan.blocks)
-        fits = computes_as_linear(module) and module.in_features % multiple == 0 and module.out_features % multiple == 0
-        if inside and fits and name != plan.head:
-            converted.append(name)
-            return True
-        return False
-
-    # The gradient of a weight is a product over tokens, of which there may be any number.
-    convert_to_float8_training(model, module_filter_fn=wanted, config=Float8LinearConfig(pad_inner_dim=True))
-    if not converted:
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if (not plan.blocks or any(name.startswith(f"{block}.") for block in plan.blocks)) and name != plan.head
+        if computes_as_linear(module) and module.in_features % multiple == 0 and module.out_features % multiple == 0
+    ]
+    if not layers:
         raise UserError(
             "training.mixed_precision = fp8, but the model's blocks have no nn.Linear whose sides are multiples of "
             f"{multiple}; use bf16"
         )
-    return len(converted)
+    # The gradient of a weight is a product over tokens, of which there may be any number.
+    config = Float8LinearConfig(pad_inner_dim=True)
+    like = convert_to_float8_training(nn.Linear(16, 16, bias=False, device="meta"), config=config)
+    for layer in layers:
+        _convert(layer, like)
+    return len(layers)
+
+
+def _convert(layer: nn.Linear, like: nn.Module) -> None:
+    """Gives a layer the class and the options of torchao's layer `like`.
+
+    torchao makes new modules with the same parameters. Those would not have the layer's hooks, the methods of its own
+    class, such as `reset_parameters`, and its other names in the model.
+    """
+    vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
+    layer.__class__ = _class_in_float8(type(layer), type(like))  # type: ignore[arg-type]  # mypy on hashing a type
+
+
+@cache
+def _class_in_float8(kind: type[nn.Linear], torchao_linear: type[nn.Linear]) -> type[nn.Linear]:
+    """Returns a subclass of both, with the name of the first: settings name classes."""
+
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        if not input.numel():  # such as an expert without tokens; torchao looks for the largest number
+            return F.linear(input, self.weight, self.bias)
+        output: Tensor = torchao_linear.forward(self, input)
+        return output
+
+    return type(kind.__name__, (torchao_linear, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 def _replace_functions() -> None:
