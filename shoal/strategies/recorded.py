@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,11 @@ COMPARED_EVERY = 256
 WINDOW = 64
 """Of so many micro-batches, a warning says so if most were computed without a recording."""
 
+LONGEST = 64
+"""Longer lists and dicts in attributes are not searched for tensors."""
+
+Attribute = tuple[dict[str, Any], str, list[Tensor]]
+"""The attributes of an object, the name of one of them, and the tensors in it."""
 Kind = tuple[Any, ...]
 """What a recording depends on: the recipe, the state of the model, and the batch except for its numbers."""
 
@@ -67,6 +72,8 @@ class Recording:
     """The output of the model, if metrics need it."""
     beside: Any
     """The metrics that the loss returned."""
+    kept: list[Tensor] = field(default_factory=list)
+    """What modules and the recipe keep besides parameters and buffers: nothing else may come to be in its memory."""
     num_uses: int = 0
     """How often it was used where no other micro-batch had left gradients, so that they can be compared."""
 
@@ -120,7 +127,7 @@ class Recorded(InTurn):
         self._modules = [*model.modules()]
         self._dropouts = [module for module in self._modules if isinstance(module, DROPOUT)]
         self._attributes: list[tuple[dict[str, Any], str]] = []
-        """Where modules have tensors that are neither parameters nor buffers."""
+        """Where modules and recipes keep tensors that are neither parameters nor buffers."""
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._seen: Counter[int] = Counter()
         """How often a kind came, by its hash."""
@@ -183,8 +190,8 @@ class Recorded(InTurn):
         return *tensors, *attributes, *modes, *(module.p for module in self._dropouts)
 
     def _attribute_tensors(self) -> list[Tensor]:
-        values = (attributes.get(name) for attributes, name in self._attributes)
-        return [value for value in values if isinstance(value, Tensor)]
+        device = self.surroundings.device.type
+        return [tensor for values, name in self._attributes for tensor in _kept_in(values.get(name), device)]
 
     def _is_worth_it(self, kind: Kind) -> bool:
         """Returns whether to record a micro-batch: the first one, and later those of a kind that came before."""
@@ -207,8 +214,8 @@ class Recorded(InTurn):
             self._has_warned = True
             warnings.warn(
                 f"{KEY}: {plain} of {total} micro-batches were computed without a recording, because their shapes, "
-                "other contents of the batch, or what is trained were new; pad or pack them to one length, leave out "
-                "of the batch what changes, or leave the key out",
+                "other contents of the batch, tensors in attributes, or what is trained were new; pad or pack them to "
+                "one length, leave out of the batch what changes, or leave the key out",
                 stacklevel=1,
             )
 
@@ -223,11 +230,12 @@ class Recorded(InTurn):
 
     def _compute_and_compare(self, kind: Kind, task: Task) -> Tensor:
         """Computes a micro-batch twice: without a recording, for comparison, and by one, which may have to be made."""
-        recording, expected = self.recordings.get(kind), None
+        recording, expected, attributes = self.recordings.get(kind), None, list[Attribute]()
         try:
-            expected = self._expect(task, recording is None)
+            expected = self._expect(task)
             if recording is None:
                 kind = self._kind_of(task)  # the first forward may have registered buffers
+                attributes = self._find_attributes(task.recipe)  # or made tables
                 recording = self._record(task, [(p, self._gradients[p]) for p in expected.norms])
                 recording.num_uses = 1
         except torch.OutOfMemoryError:
@@ -240,6 +248,9 @@ class Recorded(InTurn):
                 f"{KEY}: the forward puts other tensors in the place of parameters, buffers or attributes, which uses "
                 "of a recording would not see; change them in place (copy_), or leave the key out"
             )
+        if kind not in self.recordings:
+            self._watch_attributes(attributes)
+            kind, recording.kept = self._kind_of(task), self._attribute_tensors()
         loss = self._replay(recording, task)
         _compare(recording, expected)
         self.recordings[kind] = recording
@@ -259,11 +270,11 @@ class Recorded(InTurn):
         self._compares = False
         return self._replay(recording, task)
 
-    def _expect(self, task: Task, is_new: bool) -> Expected:
+    def _expect(self, task: Task) -> Expected:
         """Returns what a micro-batch gives without a recording. Leaves gradients and buffers as they were."""
         batch = map_tensors(_copied, task.batch)  # a recipe may write into it
-        attributes = self._find_attributes()
-        unseen = [*self._parameters(), *(tensor for _, _, tensor in attributes)]
+        attributes = self._find_attributes(task.recipe)
+        unseen = [*self._parameters(), *(tensor for _, _, tensors in attributes for tensor in tensors)]
         before = self._fingerprints(unseen)
         with module_state_kept([self.engine.module]):
             with self.surroundings.enter(task.recipe, batch, task.scale, *task.place):
@@ -276,8 +287,6 @@ class Recorded(InTurn):
                 f"{KEY}: the forward changes parameters or attributes of modules in place, so it cannot be computed "
                 "again for comparison; keep what changes in buffers, or leave the key out"
             )
-        if is_new:  # what a forward leaves behind in an attribute is no input of the next
-            self._attributes = [(values, name) for values, name, tensor in attributes if values.get(name) is tensor]
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
         norms = _norms_of([*gradients.values()])
         for parameter, gradient in gradients.items():
@@ -285,15 +294,30 @@ class Recorded(InTurn):
         self._drop_gradients()
         return Expected(loss.detach().float(), dict(zip(gradients, norms, strict=True)))
 
-    def _find_attributes(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Returns the tensors on the device that modules have besides parameters and buffers, and where they are."""
+    def _find_attributes(self, recipe: Objective) -> list[Attribute]:
+        """Returns the tensors on the device that modules and a recipe keep besides parameters and buffers."""
         device = self.surroundings.device.type
         return [
-            (vars(module), name, value)
-            for module in self._modules
-            for name, value in vars(module).items()
-            if type(value) is Tensor and value.layout == torch.strided and value.device.type == device
+            (vars(owner), name, tensors)
+            for owner in (*self._modules, recipe)
+            for name, value in getattr(owner, "__dict__", {}).items()
+            if name not in ("_parameters", "_buffers") and (tensors := _kept_in(value, device))
         ]
+
+    def _watch_attributes(self, found: Sequence[Attribute]) -> None:
+        """Makes recordings depend on what was found before a forward and is still there after it.
+
+        What every forward leaves behind in an attribute is no input of the next.
+        """
+        device, known = self.surroundings.device.type, {(id(values), name) for values, name in self._attributes}
+        added = [
+            (values, name)
+            for values, name, tensors in found
+            if (id(values), name) not in known and [*map(id, tensors)] == [*map(id, _kept_in(values.get(name), device))]
+        ]
+        if added:
+            self._attributes += added
+            self.recordings.clear()  # earlier ones did not depend on them
 
     def _fingerprints(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns numbers that are others after a change, also after one that autograd does not count."""
@@ -354,6 +378,17 @@ class Recorded(InTurn):
             output, batch = map_tensors(_copied, output), map_tensors(_copied, recording.batch)
         task.measures.measure(output, batch, recording.beside, task.place[1])
         return recording.loss.clone()
+
+
+def _kept_in(value: Any, device: str, depth: int = 2) -> list[Tensor]:
+    """Returns the tensors on a device that a value is, or holds in short lists, tuples and dicts."""
+    if type(value) is Tensor:
+        return [value] if value.layout == torch.strided and value.device.type == device else []
+    if isinstance(value, dict):
+        value = (*value.values(),)
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= LONGEST or not depth:
+        return []
+    return [tensor for entry in value for tensor in _kept_in(entry, device, depth - 1)]
 
 
 def _place(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

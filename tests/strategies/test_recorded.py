@@ -12,6 +12,7 @@ import torch
 from conftest import ToyRun
 from strategies.tape import Tape
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.config.layout import layout_of
 from shoal.config.schema import TrainingConfig
@@ -154,6 +155,7 @@ class Net(nn.Module):
         self.does, self.calls = does, 0
         self.register_buffer("mean", torch.zeros(3))
         self.hidden: Tensor | None = None
+        self.recipe: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
         self.hidden = self.norm(self.linear(x))
@@ -206,6 +208,7 @@ def steps_of(
     vars(recipe).update(recipe_keys)
     torch.manual_seed(0)
     recipe.net, training = Net(does, recipe.dtype), TrainingConfig(max_steps=1, learning_rate=0.1, optimizer="sgd")
+    recipe.net.recipe = (recipe,)
     with SingleStrategy(device="cpu") as strategy:
         model, weights = build(recipe.build_model, recipe.weights(), seed=0)
         model, optimizer = strategy.prepare(
@@ -316,6 +319,34 @@ def test_a_table_in_an_attribute_may_be_replaced_between_steps() -> None:
 
     tape = check_equal(does=lambda net: net.table, change=change)
     assert tape.num_plain >= 2
+
+
+@pytest.mark.parametrize("kind", [lambda table: table, lambda table: (table, 1), lambda table: {"a": [table]}])
+def test_a_table_that_a_forward_makes_when_it_needs_another_is_followed(kind: Callable[[Tensor], Any]) -> None:
+    """As the angles of rotary embeddings, which an evaluation of another length replaces, also in a tuple or dict."""
+
+    def does(net: Net) -> Any:
+        assert net.hidden is not None
+        if getattr(net, "length", 0) != len(net.hidden):
+            net.length, net.made = len(net.hidden), kind(torch.full((3,), 1.0 + len(net.hidden)))  # type: ignore[assignment]
+        return next(leaf for leaf in tree_leaves(net.made) if isinstance(leaf, Tensor))
+
+    tape = check_equal(does=does, num_steps=20, rows=lambda step: 6 + step // 5 % 2)
+    assert tape.num_plain >= 3
+    (watched,) = (name for _, name in tape._attributes)
+    assert watched == "made"
+    assert all(len(recording.kept) == 1 for recording in tape.recordings.values())
+
+
+def test_a_table_of_the_recipe_is_followed() -> None:
+    def does(net: Net) -> Any:
+        return net.recipe[0].tables["factor"]  # type: ignore[index, union-attr]
+
+    def change(net: Net, step: int) -> None:
+        if step % 5 == 0:
+            net.recipe[0].tables = {"factor": torch.full((3,), 1.0 + step)}  # type: ignore[index, union-attr]
+
+    assert check_equal(does=does, change=change).num_plain >= 1
 
 
 def test_a_lack_of_memory_for_more_recordings_ends_no_run() -> None:
