@@ -14,7 +14,8 @@ from shoal.errors import UserError
 def check_same_data(
     checkpoint: Checkpoint, digests: Mapping[str, Mapping[str, str]], config: dict[str, Any], allowed: list[str]
 ) -> None:
-    """Raises UserError if the files of a run give other data than those that a checkpoint was trained on.
+    """Raises UserError if the files of a run give other samples, to train or to evaluate on, than when a checkpoint was
+    saved.
 
     `digests` are those of `Recipe.data_digests`. Checkpoints of earlier versions have none. If a key of model or data
     was allowed to change, the data may be others, too.
@@ -27,7 +28,7 @@ def check_same_data(
         changed = [name for name, digest in now.items() if then.get(name, digest) != digest]
         if changed and not is_allowed(key, allowed):
             raise UserError(
-                f"{key}: {', '.join(changed)}: it gives other samples than those that {checkpoint.folder} was trained "
-                "on, because its records, the tokenizer or the chat template have changed; put them back, choose "
+                f"{key}: {', '.join(changed)}: it gives other samples than when {checkpoint.folder} was saved, because "
+                "its records, the tokenizer or the chat template have changed; put them back, choose "
                 f"another experiment.output_dir, or list {key} in checkpoint.allow_changed"
             )

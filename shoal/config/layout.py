@@ -206,7 +206,8 @@ def check_layout(config: Config, recipe: Any, size: int, local_size: int) -> Lay
             f"training.loss_chunks = {layout.loss_chunks}: the head gives the loss and no logits for "
             f"{type(recipe).__name__}.metrics; set it to 1, or remove metrics"
         )
-    if (lora := getattr(recipe.config, "lora", None)) is not None:
+    lora = getattr(recipe.config, "lora", None)
+    if hasattr(lora, "target_modules"):  # a recipe of one's own may call something else so
         _check_adapters(layout, lora, getattr(recipe.config, "model", None))
     if layout.strategy == "mesh":
         check_cut(recipe, config.distributed, layout.mesh)

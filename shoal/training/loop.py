@@ -423,6 +423,8 @@ class Shell:
             self.evaluate(body)
             if self.hooks.has_any and self.strategy.any_rank(self.hooks.run.has_request):
                 self.hooks.agree((0, 0))
+                if self.step >= self.total_steps:  # it may be given more steps, and then has no evaluation here
+                    self.hooks.run.stop_reason = None
             self._save_soon |= self._evaluated_step == self.step  # it may be saved without its value
         self._end_hooks()
         self._wait_for_disk()

@@ -142,9 +142,7 @@ def test_a_run_does_not_resume_with_other_records(tmp_path: Path) -> None:
     (tmp_path / "facts.jsonl").write_text(lines.replace(", ", ",  "))  # other bytes, and the same samples
     run_until(2)
     write_lines(tmp_path / "facts.jsonl", facts(9)[1:])
-    message = (
-        r"^dataset.train_file: .*facts.jsonl: it gives other samples than those that .*step_00000002 was trained on"
-    )
+    message = r"^dataset.train_file: .*facts.jsonl: it gives other samples than when .*step_00000002 was saved"
     assert_refused(message, lambda: run_until(3))
     run_until(3, "dataset.train_file")
     run_until(4)

@@ -42,9 +42,12 @@ def _kind(value: Any) -> str:
     return "list" if isinstance(value, list) else "options" if isinstance(value, dict | DataSource) else "text"
 
 
-_by_kind = Discriminator(_kind)  # so that a mistake in an entry is named, and not each type that it does not have
+# So that a mistake in an entry is named, and not each type that it does not have.
+_by_kind = Discriminator(_kind, custom_error_type="entry", custom_error_message="Give a file, or {file: …, split: …}")
 Entry = Annotated[Annotated[str, Tag("text")] | Annotated[DataSource, Tag("options")], _by_kind]
-Entries = Annotated[Annotated[str, Tag("text")] | Annotated[list[Entry], Tag("list")], _by_kind]
+Entries = Annotated[
+    Annotated[str, Tag("text")] | Annotated[DataSource, Tag("options")] | Annotated[list[Entry], Tag("list")], _by_kind
+]
 
 
 class InstructionDataset(BaseModel):
@@ -54,7 +57,7 @@ class InstructionDataset(BaseModel):
 
     train_file: Entries
     """The records to train on: a file (.jsonl, .json, .parquet, .csv), the name of a dataset on the Hugging Face Hub,
-    a list of these that is read as one set, or a mixture: a list of `{file: …, weight: …}`."""
+    `{file: …, split: …}`, a list of these that is read as one set, or a mixture: a list of `{file: …, weight: …}`."""
     eval_file: Entries | None = None
     """The records to evaluate on, given as in `train_file`."""
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
@@ -98,6 +101,7 @@ class InstructionDataset(BaseModel):
             entries = getattr(self, key)
             if entries is None or isinstance(entries, str):
                 continue
+            entries = [entries] if isinstance(entries, DataSource) else entries
             if not entries:
                 raise UserError(f"dataset.{key} = []: the list is empty; name a file")
             weighted = [isinstance(entry, DataSource) and entry.weight is not None for entry in entries]
@@ -156,7 +160,7 @@ class InstructionDataset(BaseModel):
         return self.cache_folder() / f"{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}.json"
 
 
-def as_sources(entries: str | list[str | DataSource]) -> list[DataSource]:
+def as_sources(entries: Entries) -> list[DataSource]:
     """Returns the entries of a key as a list of sources."""
-    listed = [entries] if isinstance(entries, str) else entries
+    listed = entries if isinstance(entries, list) else [entries]
     return [DataSource(file=entry) if isinstance(entry, str) else entry for entry in listed]

@@ -270,11 +270,16 @@ def _messages(record: Record, messages: Any) -> list[dict[str, Any]]:
 def _joined(parts: list[Any], where: str) -> str:
     """Returns the text of a content that is a list of parts. Raises UserError for parts that are no texts, such as
     images: a template would write them as Python does, or leave them out."""
+    texts = []
     for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
             raise UserError(f"{where} has a part {kind!r:.50} that is no text; remove the part or the record")
-    return "".join(part["text"] for part in parts)
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UserError(f"{where} has a part of type text without a text; correct the record")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,10 @@ of Llama 3.2 write this one themselves where no clock is given."""
 _DIRECTIVES = ("-d", "-m", *"aAbBcdfHIjmMpSUwWxXyYzZ")
 """What can follow % in the format of a date."""
 _REFUSALS = """\
-{%- set own = ' (the template of the tokenizer may; leave dataset.chat_template out to use it)' -%}
-{%- if tools %}{{ raise_exception('NAME writes no tools' + own) }}{% endif -%}
+{%- if tools %}{{ raise_exception('NAME writes no tools') }}{% endif -%}
 {%- for message in messages -%}
-{%- if message['tool_calls'] %}{{ raise_exception('NAME writes no tool calls' + own) }}{% endif -%}
-{%- if message['content'] is not string %}{{ raise_exception('NAME writes texts alone' + own) }}{% endif -%}
+{%- if message['tool_calls'] %}{{ raise_exception('NAME writes no tool calls') }}{% endif -%}
+{%- if message['content'] is not string %}{{ raise_exception('NAME writes texts alone') }}{% endif -%}
 {%- endfor -%}
 """
 """The beginning of every template: what a template leaves out, a model would learn to leave out."""

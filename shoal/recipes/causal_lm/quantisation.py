@@ -101,4 +101,5 @@ def skipped_layers(model: Any, stored: dict[str, Any] | None) -> set[str]:
     def is_skipped(name: str) -> bool:
         return any(re.match(rf"(?:{part})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(part) for part in skipped)
 
-    return {name for name, module in model.named_modules() if module is head or is_skipped(name)}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name for name, module in modules if module is head or is_skipped(name)}
