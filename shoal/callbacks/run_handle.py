@@ -93,6 +93,8 @@ class RunHandle:
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Shows a number in the next line of the log. A tensor stays on the device until then."""
+        if name.startswith(("eval/", "preview")):  # lines with such names are written again by a resumed run
+            raise UserError(f"log({name!r}): names that begin with eval/ are those of evaluations; choose another")
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise UserError(f"log({name!r}): the tensor has the shape {[*value.shape]}; log one number at a time")

@@ -22,7 +22,7 @@ from shoal.cli.train import train
 from shoal.cli.translate import translate
 from shoal.cli.verify import verify
 from shoal.errors import UserError, one_line
-from shoal.observe.quiet import quiet_torchao
+from shoal.observe.quiet import quiet_imports
 
 app = App(
     help="Distributed training on PyTorch. A recipe in Python says what to train (model, data, loss), a config file in "
@@ -71,7 +71,7 @@ def options(
 
 def main() -> None:
     """Runs the command line. A UserError is printed in one line and exits with code 2."""
-    quiet_torchao()
+    quiet_imports()
     try:
         app()
     except (UserError, PermissionError) as error:

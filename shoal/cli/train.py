@@ -171,8 +171,10 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
         sample = printable(outcome.preview, keep="\n\t")
         print(f"\npreview\n{'─' * 60}\n{sample}\n{'─' * 60}")
     if outcome.first_step == outcome.step:
-        behind = f", behind training.max_steps = {outcome.total_steps}" if outcome.step > outcome.total_steps else ""
-        print(f"already finished at step {outcome.step}{behind}")
+        past = (
+            f", past step {outcome.total_steps}, where this config ends" if outcome.step > outcome.total_steps else ""
+        )
+        print(f"already finished at step {outcome.step}{past}")
     else:
         losses = (f"{name} {value:.4f}" for name, value in outcome.metrics.items() if name.endswith("/loss"))
         print(f"finished at step {outcome.step}, {', '.join(losses)}")
@@ -184,6 +186,8 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
         print(f"ended early: {reason}; to train on, change the section callbacks or name a checkpoint.resume")
     elif outcome.first_step < outcome.step < outcome.total_steps:
         print(f"the data ended before step {outcome.total_steps}")
+    elif outcome.step > outcome.total_steps:
+        print("train anew   ", printable(shlex.join([*command, *overrides, "--fresh"])))
     else:
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)

@@ -194,7 +194,7 @@ class Constant(Section):
 class Decay(Section):
     name: Literal["linear", "cosine"]
     min_ratio: Fraction = 0.0
-    """The final learning rate, as a fraction of `learning_rate`."""
+    """What the learning rate falls to, as a fraction of `learning_rate`; it is there after the last step."""
 
 
 class WarmupStableDecay(Section):
@@ -202,7 +202,7 @@ class WarmupStableDecay(Section):
     decay_ratio: Fraction = 0.2
     """The fraction of all steps, at the end, in which the learning rate decays."""
     min_ratio: Fraction = 0.0
-    """The final learning rate, as a fraction of `learning_rate`."""
+    """What the learning rate falls to, as a fraction of `learning_rate`; it is there after the last step."""
 
 
 class StepDecay(Section):
@@ -246,7 +246,7 @@ class Polynomial(Section):
     power: Above0 = 1.0
     """The power of the fraction of steps that are left."""
     min_ratio: Fraction = 0.0
-    """The final learning rate, as a fraction of `learning_rate`."""
+    """What the learning rate falls to, as a fraction of `learning_rate`; it is there after the last step."""
 
 
 class InverseSqrt(Section):

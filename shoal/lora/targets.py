@@ -33,6 +33,10 @@ def find_targets(model: Any, lora: LoraConfig) -> dict[str, Target]:
     names = [name for name in modules if not _is_excluded(name, lora) and _is_wanted(name, wanted, lora)]
     if not names and lora.target_modules != []:
         raise UserError(_nothing_found(modules, wanted, lora))
+    for end in lora.target_modules if isinstance(lora.target_modules, list) else ():
+        if not any(_is_named(name, [end]) for name in modules):
+            linear = [name for name, module in modules.items() if is_linear(module)]
+            raise UserError(f"lora.target_modules: {end!r} matches no module of the model{_nearest([end], linear)}")
     for name in names:
         if not is_linear(modules[name]) and not isinstance(modules[name], nn.Embedding):
             raise UserError(

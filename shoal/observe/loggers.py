@@ -177,10 +177,7 @@ def _is_kept(line: bytes, resume_step: int, evaluates_again: bool) -> bool:
 def _is_repeated(step: int, names: Iterable[str], resume_step: int, evaluates_again: bool) -> bool:
     """Returns whether a run that resumes from `resume_step` will write this record again."""
     if step == resume_step and evaluates_again:
-        # A hook may log a name of its own such as eval/mine, which is in the line of a step.
-        return not any(name.startswith("train/") for name in names) and any(
-            name.startswith(("eval/", "preview")) for name in names
-        )
+        return any(name.startswith(("eval/", "preview")) for name in names)
     return step > resume_step
 
 

@@ -6,12 +6,14 @@ import logging
 import warnings
 
 
-def quiet_torchao() -> None:
-    """Hides what torchao prints when it is imported: which of its libraries it cannot load, and what is deprecated.
+def quiet_imports() -> None:
+    """Hides what torchao and bitsandbytes print when they are imported: which of their libraries they cannot load, and
+    what is deprecated.
 
-    transformers and peft import it whether or not it is used.
+    transformers and peft import them whether or not they are used.
     """
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    for name in ("torchao", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(_not_of_torchao)
     warnings.filterwarnings("ignore", module=r"torchao\b")
 

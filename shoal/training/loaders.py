@@ -57,7 +57,9 @@ def open_data(recipe: Any, config: Config) -> Data:
             raise UserError(f"{key} = {interval} needs data with a length, but the recipe gives a stream; count steps")
     for key in ("eval_steps", "eval_epochs"):
         if (interval := getattr(training, key)) and not data.evaluation:
-            raise UserError(f"training.{key} = {interval}, but the recipe has no evaluation data")
+            raise UserError(
+                f"training.{key} = {interval}, but the recipe has no evaluation data; set it to null, or give some"
+            )
     if saving.keep_best and not data.evaluation:
         raise UserError(
             f"checkpoint.keep_best = {saving.keep_best}, but the recipe has no evaluation data to tell the best by; "

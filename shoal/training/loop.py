@@ -139,8 +139,10 @@ class Shell:
         """Does what comes before the first step."""
         self._start_hooks()
         if self.owes_evaluation():
+            stop_reason = self.hooks.run.stop_reason
             self.evaluate(body)
             self.agree_to_stop()  # what hooks ask for is in force from the next step on, as if nothing had happened
+            self._keep_stop(stop_reason)
             if self._evaluated_step == self.step:
                 self.save()
 
@@ -269,6 +271,12 @@ class Shell:
         """Returns whether the last step is one to evaluate after. The end of a run is evaluated besides."""
         training = self.config.training
         return self.step % (training.eval_steps or _NEVER) == 0 or self.ends_epoch(training.eval_epochs)
+
+    def _keep_stop(self, reason: str | None) -> None:
+        """Takes back that a hook asked to stop, if it did so in an evaluation that is due only because the run ends: a
+        run with more steps has none there."""
+        if self.step >= self.total_steps and not self.evaluation_is_due():
+            self.hooks.run.stop_reason = reason
 
     def ends_epoch(self, every: int | None) -> bool:
         """Returns whether one of every `every` epochs has ended in the last step; with None, no epoch counts."""
@@ -420,11 +428,11 @@ class Shell:
         is_owed = self.loaders.epoch_size is None and self.step > 0 and not self.checkpoints.progress.evaluated
         is_new = self.step != self.first_step or is_owed
         if not self.stopped_by and is_new and self.step != self._evaluated_step:
+            stop_reason = self.hooks.run.stop_reason
             self.evaluate(body)
             if self.hooks.has_any and self.strategy.any_rank(self.hooks.run.has_request):
                 self.hooks.agree((0, 0))
-                if self.step >= self.total_steps:  # it may be given more steps, and then has no evaluation here
-                    self.hooks.run.stop_reason = None
+                self._keep_stop(stop_reason)
             self._save_soon |= self._evaluated_step == self.step  # it may be saved without its value
         self._end_hooks()
         self._wait_for_disk()

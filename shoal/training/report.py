@@ -205,9 +205,11 @@ class Report:
             used = f", used {self.metrics_are_used}" if self.metrics_are_used else ""
             yield "metrics", f"{type(session.recipe).__name__}.metrics{found}{used}", ()
         first, *later = checkpoints.progress.batches.phases
+        times = accumulation(first, strategy.data_size)
+        is_exact = first.global_batch_size == first.batch_size * times * strategy.data_size
         yield (
             "batch",
-            f"{first.global_batch_size} = {first.batch_size} × {accumulation(first, strategy.data_size)} accumulated "
+            f"{first.global_batch_size} = {'' if is_exact else 'at most '}{first.batch_size} × {times} accumulated "
             f"× {strategy.data_size} data-parallel"
             + "".join(f", {phase.global_batch_size} from epoch {phase.first_epoch}" for phase in later)
             + self._batch_advice(first.global_batch_size),

@@ -37,7 +37,8 @@ SCHEDULING = ("max_steps", "num_epochs", "learning_rate", "lr_scheduler", "warmu
 def build_schedule(training: TrainingConfig, total_steps: int, recipe: Any = None) -> Schedule:
     """Returns the recipe's schedule if it has one, or else the config's.
 
-    The config's rises to 1 over the warmup, then follows the named curve until the last step.
+    The config's rises to 1 over the warmup, then follows the named curve. A curve that falls has reached its end after
+    the last step, as in torch and transformers: an update with a learning rate of 0 would do nothing.
     """
     if recipe is not None and schedule_is_by_recipe(recipe, total_steps):
         return _checked(recipe.schedule, total_steps, f"recipe {type(recipe).__name__}: schedule")
@@ -69,10 +70,10 @@ def _rise(step: int, warmup: int) -> float:
 
 def _curve(training: TrainingConfig, total_steps: int, warmup: int) -> Schedule:
     """Returns the factor after the warmup. Milestones count the steps of the run, the other curves begin after it."""
-    chosen, last = training.lr_scheduler, total_steps - 1
+    chosen = training.lr_scheduler
 
     def progress(step: int, start: int = warmup) -> float:
-        return min(1.0, max(0, step - start) / max(1, last - start))
+        return min(1.0, max(0, step - start) / max(1, total_steps - start))
 
     if isinstance(chosen, Decay | Polynomial | WarmupStableDecay):
         decay = max(warmup, total_steps - round(chosen.decay_ratio * total_steps)) if chosen.name == "wsd" else warmup
@@ -94,7 +95,7 @@ def _curve(training: TrainingConfig, total_steps: int, warmup: int) -> Schedule:
         scale = chosen.timescale or max(1, warmup)
         return lambda step: sqrt(scale / (scale + step - warmup))
     if isinstance(chosen, OneCycle):
-        return _one_cycle(chosen, last)
+        return _one_cycle(chosen, total_steps - 1)
     return lambda step: 1.0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from shoal.config import Run, derive_batches
 from shoal.config.mesh import data_size
 from shoal.errors import UserError, one_line
@@ -131,6 +133,13 @@ def prove(
     chosen = _choose(layouts, own, why_own_missing, run, procs, method)
     if not layouts and why_own_missing:
         on_warning(f"this config's own layout is not proved: {why_own_missing}")
+    precision = run.config.training.mixed_precision
+    if precision != "fp32":
+        on_warning(
+            f"one device and all layouts compute in {precision}, and are compared with the bounds of {precision}"
+        )
+    if run.config.training.cuda_graphs and not torch.cuda.is_available():
+        on_warning("training.cuda_graphs is not in force without a GPU, so recordings are not part of the proof")
     if left_out := [choice.name for choice in run.callbacks if choice.name.partition(".")[0] not in AVERAGES]:
         on_warning(f"not part of the proof: the callbacks {', '.join(left_out)}")
     (reference,) = runner(reference_run(run, procs), 1, steps, None, False)

@@ -21,7 +21,7 @@ from shoal.config.schema_optimizers import SGD, AdamW
 from shoal.data import BatchSchedule, Loader
 from shoal.lora.adapters import multiplies_weights
 from shoal.observe.flops import flop_counter
-from shoal.observe.quiet import quiet_torchao
+from shoal.observe.quiet import quiet_imports
 from shoal.parallel.batch_norm import mixing_modules
 from shoal.parallel.compression.exchange import CompressedExchange
 from shoal.processes.board import once_per_node
@@ -133,7 +133,7 @@ def trace(run: Run, steps: int, shared: Shared | None = None, adamw: bool = True
     buffers and batches are cast to float64. A config with weights in bf16 is traced with weights in fp32, because their
     rounding would hide mistakes; then its update is noted by itself.
     """
-    quiet_torchao()  # this process was started with this function
+    quiet_imports()  # this process was started with this function
     tracer = _Tracer(with_fp32_weights(run), in_float64)
     with tracer.strategy:
         tracer.train_with_sgd(steps, shared)

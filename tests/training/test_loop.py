@@ -238,20 +238,20 @@ def test_schedules() -> None:
     assert factors(lr_scheduler="constant") == [1.0] * 10
     assert factors(lr_scheduler="constant_with_warmup", warmup_steps=3)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     linear = factors(lr_scheduler="linear")
-    assert (linear[0], linear[-1]) == (1.0, 0.0)
-    assert linear[3] == pytest.approx(1 - 3 / 9, abs=1e-4)
-    cosine = factors(total=11, lr_scheduler={"name": "cosine", "min_ratio": 0.2})
-    assert (cosine[0], cosine[5], cosine[10]) == (1.0, 0.6, 0.2)
+    assert linear == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]  # the last step still trains
+    cosine = factors(lr_scheduler={"name": "cosine", "min_ratio": 0.2})
+    assert (cosine[0], cosine[5]) == (1.0, 0.6)
+    assert cosine[9] == pytest.approx(0.2 + 0.8 * (1 + math.cos(0.9 * math.pi)) / 2, abs=1e-4)
     wsd = factors(lr_scheduler={"name": "wsd", "decay_ratio": 0.4}, warmup_ratio=0.2)
     assert wsd[2:7] == [1.0] * 5
-    assert wsd[-1] == 0.0
+    assert wsd[-1] == 0.25
     assert sorted(wsd[6:], reverse=True) == wsd[6:]
 
 
 def test_the_learning_rate_is_stepped_once_per_update(toy: ToyRun) -> None:
     toy.train("training.gradient_accumulation=3", "training.lr_scheduler={name: linear}", "training.warmup_steps=0")
     rates = toy.metrics("train/learning_rate")
-    assert [rates[step] for step in range(1, 11)] == pytest.approx([1e-2 * (1 - i / 9) for i in range(10)])
+    assert [rates[step] for step in range(1, 11)] == pytest.approx([1e-2 * (1 - i / 10) for i in range(10)])
 
 
 def test_epochs_see_every_sample_that_many_times(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:

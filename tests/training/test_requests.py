@@ -15,6 +15,7 @@ from pool import Pool
 
 from shoal.checkpoint import step_folder, step_folders
 from shoal.config import load_run
+from shoal.errors import UserError
 from shoal.training import train
 
 CALLBACKS = """
@@ -49,6 +50,11 @@ class StopAtTheEnd(Callback):
     def after_evaluation(self, run, metrics):
         if run.step == 5:
             run.stop("good enough")
+
+
+class LogsAsAnEvaluation(Callback):
+    def after_step(self, run):
+        run.log("eval/mine", 1.0)
 
 
 class StopBeforeSave(Callback):
@@ -202,16 +208,25 @@ def test_the_last_evaluation_is_made_up_for_wherever_a_run_ends(
     assert (toy.output / "metrics.jsonl").read_text().splitlines() == lines
 
 
-def test_a_run_may_be_ended_by_its_last_evaluation(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
-    """Also by one that a signal had cut short."""
+def test_what_the_last_evaluation_asks_for_ends_no_longer_run(
+    toy: ToyRun, change_recipe: Callable[[str, str], None]
+) -> None:
+    """No evaluation is due where the run ends, and one with more steps would have none there. Also with a signal."""
     change_recipe("    def loss(self", SIGNALLED)
     keys = ["training.max_steps=5", "training.eval_steps=2", "callbacks=['asking:StopAtTheEnd']"]
-    assert toy.train(*keys, f"experiment.output_dir={toy.folder}/whole").stop_reason == "good enough"
+    assert toy.train(*keys, f"experiment.output_dir={toy.folder}/whole").stop_reason is None
     import toy_recipe
 
     toy_recipe.Toy.calls.clear()
     toy_recipe.Toy.signal_at = 5 + 2 * 5 + 1
     assert toy.train(*keys).stopped_by == 15
-    for keys[0] in ("training.max_steps=5", "training.max_steps=8"):
+    for max_steps in (5, 8):
         for folder in ("out", "whole"):
-            assert toy.train(*keys, f"experiment.output_dir={toy.folder}/{folder}").stop_reason == "good enough"
+            keys[0] = f"training.max_steps={max_steps}"
+            outcome = toy.train(*keys, f"experiment.output_dir={toy.folder}/{folder}")
+            assert (outcome.step, outcome.stop_reason) == (max_steps, None)
+
+
+def test_a_hook_logs_no_name_of_an_evaluation(toy: ToyRun) -> None:
+    with pytest.raises(UserError, match=r"log\('eval/mine'\): names that begin with eval/ are those of evaluations"):
+        toy.train("training.max_steps=1", "callbacks=['asking:LogsAsAnEvaluation']")

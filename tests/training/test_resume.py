@@ -499,7 +499,7 @@ def test_another_schedule_than_the_checkpoints_is_said(toy: ToyRun, capfd: pytes
     assert warnings("training.max_steps=4", at_two) == []
     assert warnings("training.max_steps=6", "training.warmup_steps=1") == [
         f"warning: going on from {toy.output}/checkpoints/step_00000004, training.max_steps is 6 and was 4, "
-        "training.warmup_steps is 1 and was null: the learning rate was 0 at step 4 and is 0.00146 at step 5, "
+        "training.warmup_steps is 1 and was null: the learning rate was 0.00146 at step 4 and is 0.00345 at step 5, "
         "where it would have been 0"
     ]
 

@@ -43,7 +43,8 @@ def of_torch(build: Callable[..., Any], total: int = 10) -> list[float]:
         ({"name": "step", "step_size": 3, "gamma": 0.5}, lambda o: lr_scheduler.StepLR(o, 3, 0.5)),
         ({"name": "multistep", "milestones": [2, 7]}, lambda o: lr_scheduler.MultiStepLR(o, [2, 7], 0.1)),
         ({"name": "exponential", "gamma": 0.8}, lambda o: lr_scheduler.ExponentialLR(o, 0.8)),
-        ({"name": "polynomial", "power": 2.0}, lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0)),
+        ({"name": "polynomial", "power": 2.0}, lambda o: lr_scheduler.PolynomialLR(o, 10, 2.0)),
+        ({"name": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, 10)),
         (
             {"name": "one_cycle", "pct_start": 0.4, "div_factor": 10.0, "final_div_factor": 100.0},
             lambda o: lr_scheduler.OneCycleLR(
@@ -65,7 +66,7 @@ def test_schedules_after_a_warmup() -> None:
     assert root[2:5] == pytest.approx([1, sqrt(2 / 3), sqrt(2 / 4)])
     assert factors(lr_scheduler={"name": "inverse_sqrt", "timescale": 1})[3] == 0.5
     floor = factors(lr_scheduler={"name": "polynomial", "power": 3.0, "min_ratio": 0.25}, warmup_ratio=0.2)
-    assert (floor[2], floor[-1]) == (1.0, 0.25)
+    assert (floor[2], floor[-1]) == (1.0, 0.25 + 0.75 / 8**3)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
         "tokens": f"{tokens:,} an epoch, {counted:,} of them counted ({counted / tokens:.1%})",
         "longest": f"{max(one['longest'] for one in summaries):,} tokens; max_seq_length {config.max_seq_length:,}",
         "too long": f"{', '.join(_what_was_done(summaries))} (too_long: {config.too_long})",
-        "padding": _padding(prepared, lengths),
+        "packing": _packing(prepared, lengths),
     }
     if config.is_mixture:
         facts["mixture"] = "; ".join(_shares(prepared))
@@ -121,14 +121,17 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
     return DataView(shown, facts, _histogram(lengths))
 
 
-def _padding(prepared: Prepared, lengths: NDArray[np.int64]) -> str:
-    config = prepared.config
+def _packing(prepared: Prepared, lengths: NDArray[np.int64]) -> str:
+    length = prepared.config.max_seq_length
     if isinstance(prepared.train, Packs):
-        return f"{len(prepared.train):,} packs of {config.max_seq_length:,}, {prepared.train.fill():.1%} real tokens"
-    _, bounds = pack(lengths, config.max_seq_length, config.packing_seed)
-    packs = len(bounds) - 1
-    fill = lengths.sum() / (packs * config.max_seq_length)
-    return f"not packed; packing would make {packs:,} packs of {config.max_seq_length:,}, {fill:.1%} real tokens"
+        return f"on: {_packs(len(prepared.train), length)}, {prepared.train.fill():.1%} full"
+    _, bounds = pack(lengths, length, prepared.config.packing_seed)
+    number = len(bounds) - 1
+    return f"off; it would make {_packs(number, length)}, {lengths.sum() / (number * length):.1%} full"
+
+
+def _packs(number: int, length: int) -> str:
+    return f"{number:,} pack{'s' * (number != 1)} of {length:,} tokens"
 
 
 def _pieces(samples: Samples, index: int, tokenizer: ChatTokenizer) -> list[tuple[str, bool]]:

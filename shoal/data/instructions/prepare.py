@@ -189,8 +189,7 @@ def _write_set(
             progress.update(task, advance=len(chunk.lengths), description=f"tokenised {counts.records:,} records")
         samples = arrays["bounds"].length - 1
         if not samples:
-            named = ", ".join(file.name for file in files)
-            raise UserError(f"{key} = {named}: no sample is left ({_why_none_is_left(counts, config, part)}")
+            raise UserError(_why_none_is_left(key, ", ".join(file.name for file in files), counts, config, part))
         for array in arrays.values():
             array.finish()
     done = {
@@ -206,12 +205,15 @@ def _write_set(
         file.write(json.dumps(done).encode())
 
 
-def _why_none_is_left(counts: Counts, config: InstructionDataset, part: str) -> str:
-    """Returns why a set has no samples, and what to do about it, as the end of a message."""
+def _why_none_is_left(key: str, files: str, counts: Counts, config: InstructionDataset, part: str) -> str:
+    """Returns why a set has no samples, and what to do about it."""
     if counts.dropped:
-        return f"all {counts.dropped} samples were too long); raise dataset.max_seq_length, or change dataset.too_long"
-    side = "held out for evaluation" if part == "held out" else "left to train on"
-    return f"dataset.eval_fraction = {config.eval_fraction}: no record is {side}); change it, or give more records"
+        return (
+            f"{key} = {files}: no sample is left (all {counts.dropped} samples were too long); raise "
+            "dataset.max_seq_length, or change dataset.too_long"
+        )
+    side, change = ("held out for evaluation", "raise") if part == "held out" else ("left to train on", "lower")
+    return f"dataset.eval_fraction = {config.eval_fraction}: no record of {files} is {side}; {change} it, or give more"
 
 
 def _with_format(file: RecordFile, format: str, formats: dict[str, None]) -> Iterator[tuple[Record, str]]:

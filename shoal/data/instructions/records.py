@@ -258,6 +258,9 @@ def _messages(record: Record, messages: Any) -> list[dict[str, Any]]:
         where = f"{record.place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"{where} has no role; give it role and content")
+        if message["role"] in ("human", "gpt"):  # templates would write it as it is
+            name = _SHAREGPT_ROLES[message["role"]]
+            raise UserError(f"{where} has the role {message['role']!r}, which is ShareGPT's word; write {name!r}")
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": _joined(content, f"{where} ({message['role']})")}
