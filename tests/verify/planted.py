@@ -28,6 +28,7 @@ from shoal.strategies.update import ShardedUpdate, Update
 from shoal.tensors import local_part, replace_parameters
 from shoal.training import session
 from shoal.training.optimizers import build_optimizer
+from shoal.transform.float8_head import Float8Weight
 from shoal.types import StepInfo, StepOutput
 from shoal.verify import trace as trace_module
 from shoal.verify.trace import Trace, trace
@@ -409,6 +410,24 @@ def _sum_without_last_rank(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
+def _times(factor: float, function: Any) -> Any:
+    return lambda *args, **kwargs: factor * function(*args, **kwargs)
+
+
+def _with_gradients_times(factor: float, names: tuple[str, ...]) -> Any:
+    """Multiplies the gradients of parameters whose names contain one of these, after the micro-batches of a step."""
+    forward_backward = DistributedStrategy.forward_backward
+
+    def wrong(self: DistributedStrategy, model: nn.Module, *args: Any, **kwargs: Any) -> StepOutput:
+        output = forward_backward(self, model, *args, **kwargs)
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None and any(name in key for name in names):
+                parameter.grad.mul_(factor)
+        return output
+
+    return patch.object(DistributedStrategy, "forward_backward", wrong)
+
+
 def _one_step_ahead(step: Any) -> Any:
     """Lets AdamW correct its averages as if it had made one more step."""
 
@@ -533,6 +552,9 @@ def trace_with(bug: str, *args: Any) -> Trace:
         "missing all-reduce": lambda: patch.object(ddp, "_sum_over_ranks", _no_all_reduce),
         "one rank's gradient lost": lambda: patch.object(ddp, "_sum_over_ranks", _sum_without_last_rank),
         "wrong rank's data": lambda: patch.object(trace_module, "from_config", _wrong_rank),
+        "no gradients of queries and keys": lambda: _with_gradients_times(0.0, ("q_proj", "k_proj")),
+        "gradients 9% too large": lambda: _with_gradients_times(1.09, ("",)),
+        "logits a quarter too large": lambda: patch.object(Float8Weight, "logits", _times(1.25, Float8Weight.logits)),
         "no clipping": lambda: patch.object(Update, "step", _step_without_clipping(Update.step)),
         "decay twice": lambda: _with_other_groups(weight_decay=2),
         "no decay": lambda: _with_other_groups(weight_decay=0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pool import Pool
 from shoal.config import Run, check_run
 from shoal.training import train
 from shoal.verify import prove
+from verify.planted import trace_with
 from verify.runs import failed, on_text, runner_on
 
 pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
@@ -38,6 +40,20 @@ def llama(tmp_path: Path, **training: Any) -> Run:
 def test_layouts_equal_one_device(tmp_path: Path, pool2: Pool, layouts: list[str], head: dict[str, Any]) -> None:
     for verdict in prove(llama(tmp_path, **head), 2, layouts, runner=runner_on(pool2, adamw=False)):
         assert failed(verdict) == {}, verdict.layout
+
+
+@pytest.mark.parametrize(
+    ("bug", "check"),
+    [
+        ("no gradients of queries and keys", "gradients"),
+        pytest.param("gradients 9% too large", "gradient norm", marks=pytest.mark.slow),
+        pytest.param("logits a quarter too large", "loss", marks=pytest.mark.slow),
+    ],
+)
+def test_bugs_are_found_under_wide_bounds(tmp_path: Path, pool2: Pool, bug: str, check: str) -> None:
+    runner = runner_on(pool2, partial(trace_with, bug), adamw=False)
+    (verdict,) = prove(llama(tmp_path, **HEAD), 2, ["ddp"], runner=runner)
+    assert check in failed(verdict)
 
 
 def test_the_report_says_what_is_in_fp8(tmp_path: Path) -> None:
