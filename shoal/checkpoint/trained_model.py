@@ -7,6 +7,7 @@ that came with a checkpoint is run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,7 +126,24 @@ def built_in_recipe(checkpoint: Checkpoint, reader: str, advice: str) -> tuple[s
             f"{checkpoint.folder} asks for model code that came with other weights (model.trust_remote_code), which "
             f"{reader} does not run; {advice}"
         )
-    return name, sections
+    return name, _at_base(sections, checkpoint)
+
+
+def _at_base(sections: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns sections whose `model.name` is the folder of the frozen weights, if it is a path that is not there.
+
+    They may have been moved, or the path may have been relative to another folder.
+    """
+    model, dataset = (as_dict(sections.get(key)) for key in ("model", "dataset"))
+    name = model.get("name")
+    folders = {piece.path.parent for tensor in checkpoint.base.values() for piece in tensor.pieces}
+    if not isinstance(name, str) or Path(name).exists() or len(folders) != 1:
+        return sections
+    (folder,) = folders
+    if not (folder / "config.json").is_file():
+        return sections
+    moved = {**sections, "model": {**model, "name": str(folder)}}
+    return {**moved, "dataset": {**dataset, "tokenizer": str(folder)}} if dataset.get("tokenizer") == name else moved
 
 
 def recipe_sections(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -281,10 +281,9 @@ class Report:
         kept = ", ".join(part for part, applies in parts.items() if applies)
         yield "checkpoints", kept, ("checkpoint.every", "checkpoint.async_save")
         if references := checkpoints.left_out:
-            files = ", ".join(
-                sorted({str(piece.path) for reference in references.values() for piece in reference.pieces})
-            )
-            yield "base", f"{len(references)} frozen tensors are not copied, but stay in {files}", ()
+            tensors = {(str(piece.path), piece.key) for one in references.values() for piece in one.pieces}
+            files = ", ".join(sorted({path for path, _ in tensors}))
+            yield "base", f"{len(tensors)} frozen tensors are not copied, but stay in {files}", ()
         if strategy.world_size > 1:
             factor, every = config.logging.straggler_factor, config.logging.every
             named = f"a rank that takes {factor or 0:g} times as long as its peers is named, every {every} steps"

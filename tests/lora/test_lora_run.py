@@ -22,6 +22,7 @@ from shoal.checkpoint.export import export
 from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.training import train
+from shoal.training.chat import Chat
 from shoal.training.push import check_push, push_folder
 
 transformers = pytest.importorskip("transformers")
@@ -107,6 +108,26 @@ def test_the_checkpoint_holds_what_is_trained_alone(root: Path, base: Path, step
 def test_the_trained_model_is_loaded(base: Path, step_dir: Path) -> None:
     model = shoal.load(step_dir)
     assert not torch.allclose(logits(model), logits(transformers.AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_a_base_is_found_from_another_folder_and_where_it_was_moved(
+    root: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model.name` was relative to the folder of the training."""
+    shutil.copytree(base, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    tree = tree_for(root, base, LORA, str(tmp_path / "out"), max_steps=1)
+    tree["model"]["name"] = "./mine"
+    train(check_run(tree))
+    assert "21 frozen tensors are not copied" in (tmp_path / "out" / "report.txt").read_text()
+    (step,) = (tmp_path / "out" / "checkpoints").iterdir()
+    monkeypatch.chdir(root)
+    expected = logits(shoal.load(step))
+    Chat(step)
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    export(step, tmp_path / "whole", "hf", base=tmp_path / "moved")
+    found = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +335,6 @@ class _Templated:
 
 def test_a_conversation_follows_its_template(step_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.recipes.causal_lm import CausalLMRecipe
-    from shoal.training.chat import Chat
 
     monkeypatch.setattr(CausalLMRecipe, "tokenizer", _Templated())
     chat, prompts = Chat(step_dir, temperature=0, max_new_tokens=4), []
