@@ -104,7 +104,7 @@ def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor) -> 
             continue
         with _computing_merged(model, source if kind == "original" else None):
             difference = (_logits(recipe, model, tokens) - trained).abs().max() / trained.abs().max().clamp(min=1e-6)
-        found.append(f"{difference:.1g} of the largest if merged into the {kind} weights")
+        found.append(f"{difference:.1%} of the largest logit if merged into the {kind} weights")
     return f"logits differ from those of the trained model, whose base is quantised, by {', by '.join(found)}"
 
 
@@ -224,7 +224,7 @@ def _compare_logits(logits: Tensor, expected: Tensor, *dtypes: torch.dtype) -> s
             f"the exported model computes other logits than the checkpoint's (they differ by {error:g}); nothing was "
             "exported"
         )
-    return f"within {error:.1g} of the largest" if error else "to the bit"
+    return f"within {error:.1g} of the largest logit" if error else "to the bit"
 
 
 def _first_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:

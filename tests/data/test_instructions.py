@@ -158,13 +158,20 @@ def test_templates_by_name_refuse_tools_and_tool_calls(name: str, tokenizers: di
 def test_contents_that_are_lists_of_texts_are_joined(tokenizers: dict[str, ChatTokenizer]) -> None:
     def in_parts(message: dict[str, Any]) -> dict[str, Any]:
         head, tail = message["content"][:3], message["content"][3:]
-        return {**message, "content": [{"type": "text", "text": head}, {"type": "text", "text": tail}]}
+        return {**message, "content": [{"type": "text", "text": head}, tail]}
 
     for model in ("llama31", "qwen3", "gemma", "mistral"):
         assert answers(model, tokenizers, [*map(in_parts, CHAT)]) == answers(model, tokenizers, CHAT)
     image = {**USER, "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": QUESTION}]}
     message = r"a.jsonl, line 1: message 1 \(user\) has a part 'image' that is no text; remove the part or the record"
     assert_refused(message, lambda: answers("qwen3", tokenizers, [image, ASSISTANT]))
+    empty = {**USER, "content": [{"type": "text", "text": None}]}
+    assert_refused("has a part of type text without a text", lambda: answers("qwen3", tokenizers, [empty, ASSISTANT]))
+    human = {**USER, "role": "human"}
+    assert_refused(
+        "has the role 'human', which is ShareGPT's word; write 'user'",
+        lambda: answers("qwen3", tokenizers, [human, ASSISTANT]),
+    )
 
 
 def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, ChatTokenizer]) -> None:
@@ -363,7 +370,9 @@ def test_samples_that_are_too_long(tmp_path: Path) -> None:
         lambda: load(nothing),
     )
     few = bytes_config(tmp_path, train_file=file, eval_fraction=1e-9)
-    assert_refused(r"left \(dataset.eval_fraction = 1e-09: no record is held out for evalu", lambda: load(few))
+    assert_refused(
+        r"dataset.eval_fraction = 1e-09: no record of .*a.jsonl is held out for evaluation; raise it", lambda: load(few)
+    )
 
 
 def test_records_are_held_out_by_their_contents(tmp_path: Path) -> None:
@@ -497,6 +506,7 @@ def test_bad_values_are_refused(tmp_path: Path) -> None:
     refused("dataset.tokenizer is missing", tokenizer=None)
     refused("dataset.tokenizer = 'x/tokenizer.json': this file does not exist", tokenizer="x/tokenizer.json")
     refused("dataset.train_file = .*the list is empty", train_file=[])
+    refused("train_file: split has no effect with the file", train_file={"file": file, "split": "test"})
     refused("some entries have a weight and others have none", train_file=[{"file": file, "weight": 1.0}, file])
     refused("weights have no effect in an evaluation", eval_file=[{"file": file, "weight": 1.0}])
     refused("dataset.eval_fraction = 0.1: no effect with dataset.eval_file", eval_file=file, eval_fraction=0.1)

@@ -252,6 +252,7 @@ def test_wrong_keys_are_refused_by_name(keys: dict[str, Any], words: str) -> Non
             {"target_modules": ["q_prj", "vproj"]},
             r"lora.target_modules = \[q_prj, vproj\]: no module of the model matches; did you mean q_proj, v_proj\?",
         ),
+        ({"target_modules": ["q_prj", "v_proj"]}, "lora.target_modules: 'q_prj' matches no module .* mean q_proj"),
         ({"target_modules": ["zzz"]}, "no module of the model matches; it has q_proj, k_proj, v_proj, o_proj"),
         ({"target_modules": ["norm"]}, "model.norm is a LlamaRMSNorm, which cannot have an adapter"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [7]}, "layers_to_transform leave none of the modules"),

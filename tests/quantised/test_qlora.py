@@ -88,7 +88,9 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     assert f"{added:,} of {weights + added:,} parameters are trained" in report
     done = export(step, tmp_path / "third", "hf", merge_into="dequantised")
     assert done["tensors"] == len(load_file(tmp_path / "third" / "model.safetensors")) == len(base.state_dict())
-    assert re.search(r"by \S+ of the largest if merged into the original .* if merged into the dequantised", str(done))
+    assert re.search(
+        r"by \S+% of the largest logit if merged into the original .* if merged into the dequantised", str(done)
+    )
     notes = " ".join(export(step, tmp_path / "adapter", "peft")["notes"])
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder.absolute())

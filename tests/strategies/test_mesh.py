@@ -152,6 +152,19 @@ def test_a_bad_parameter_of_one_stage_is_named(pool2: Pool) -> None:
     assert "another rank" in first
 
 
+def test_a_pipeline_whose_plan_names_no_head_computes_no_loss_in_chunks(pool2: Pool) -> None:
+    assert all("names no head to make logits" in said for said in pool2.run(chunks_without_head, init=False))
+
+
+def chunks_without_head() -> str:
+    try:
+        with pipeline(loss_chunks=2) as strategy:
+            prepared(strategy, Staged())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

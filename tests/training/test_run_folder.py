@@ -33,6 +33,10 @@ def test_a_fresh_run_moves_the_earlier_one_aside(toy: ToyRun, monkeypatch: pytes
     arguments = ("train", "run.yaml", "training.max_steps=2", "checkpoint.every=1")
     assert "finished at step 2" in toy.call(*arguments).stdout
     assert "already finished" in toy.call(*arguments).stdout
+    shorter = toy.call(*arguments, "training.max_steps=1").stdout
+    assert "already finished at step 2, past step 1, where this config ends" in shorter
+    assert "train anew" in shorter
+    assert "--fresh" in shorter
     for number in (1, 2):
         fresh = toy.call(*arguments, "--fresh")
         assert "finished at step 2" in fresh.stdout
@@ -61,12 +65,12 @@ def test_a_folder_in_use_is_not_moved(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_changed_code_of_a_recipe_is_warned_of(toy: ToyRun, change_recipe: Callable[[str, str], None]) -> None:
-    toy.train("training.max_steps=1")
-    toy.train("training.max_steps=2")
+    toy.train("training.max_steps=1", "training.lr_scheduler=constant")
+    toy.train("training.max_steps=2", "training.lr_scheduler=constant")
     log = toy.output / "logs" / "rank_0.log"
     assert not log.exists()
     change_recipe("nn.Tanh()", "nn.ReLU()")
-    toy.train("training.max_steps=3")
+    toy.train("training.max_steps=3", "training.lr_scheduler=constant")
     assert "the recipe's file toy_recipe.py has changed since the checkpoint" in log.read_text()
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.errors import UserError
 from shoal.transform.float8 import apply_float8, largest_by_rows
-from shoal.transform.precision import check_precision
+from shoal.transform.precision import HalfWitness, check_precision
 from shoal.types import ParallelPlan
 
 
@@ -95,3 +97,63 @@ def test_devices_that_cannot_multiply_in_fp8_are_refused() -> None:
     check_precision("fp8", False, torch.device("cpu"))
     with pytest.raises(UserError, match="fp8 runs on cuda and cpu, not on mps; use bf16"):
         check_precision("fp8", False, torch.device("mps"))
+
+
+class Own(nn.Linear):
+    """A layer with an initialisation of its own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+        nn.init.zeros_(self.bias)
+
+
+def test_layers_keep_what_they_have_besides_parameters() -> None:
+    """Hooks, methods of their own class, its name, other names in the model, and weights that are computed."""
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"own": Own(32, 32), "normed": weight_norm(nn.Linear(32, 32)), "plain": nn.Linear(32, 32)})
+    block["again"], listed = block["plain"], [block["plain"]]
+    block["own"].register_forward_hook(lambda module, inputs, output: 3 * output)
+    x = torch.randn(16, 32)
+    expected = {name: layer(x) for name, layer in block.items()}
+    assert apply_float8(block, ParallelPlan()) == 3
+    assert type(block["own"]).__name__ == "Own"
+    assert block["again"] is block["plain"] is listed[0]
+    for name, layer in block.items():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert 0 < (layer(x) - expected[name]).norm() < 0.06 * expected[name].norm(), name
+    block["own"].reset_parameters()
+    assert torch.equal(block["own"].weight, torch.full((32, 32), 0.5))
+    block["normed"](x).sum().backward()
+    assert all(parameter.grad is not None for parameter in block["normed"].parameters())
+
+
+def test_a_layer_without_inputs_has_no_outputs() -> None:
+    """Such as an expert that gets no tokens."""
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    model = nn.Sequential(nn.Linear(32, 48))
+    apply_float8(model, ParallelPlan())
+    output = model(torch.empty(0, 32, requires_grad=True))
+    output.sum().backward()
+    assert output.shape == (0, 48)
+    assert model[0].weight.grad is not None
+
+
+def test_layers_whose_forward_is_not_called_or_is_another_one_stay_as_they_are() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "patched": nn.Linear(32, 32)})
+    model["patched"].forward = lambda x: 2 * x
+    with pytest.raises(UserError, match=r"no nn\.Linear"):
+        apply_float8(model, ParallelPlan())
+
+
+def test_products_in_fp8_are_told_from_others() -> None:
+    """So that a run in which nothing is computed in fp8 is refused."""
+    pytest.importorskip("torchao", reason="torchao is not installed; pip install 'shoal[quant]'")
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(16, 32)
+    apply_float8(model, ParallelPlan())
+    for compute, seen in ((lambda: F.linear(x, model[0].weight), False), (lambda: model(x), True)):
+        witness = HalfWitness("fp8")
+        with witness, torch.autocast("cpu", torch.bfloat16):
+            compute()
+        assert witness.seen == seen
