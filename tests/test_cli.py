@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ToyRun, call_shoal
@@ -162,3 +163,13 @@ def test_config_shows_what_was_changed(toy: ToyRun) -> None:
     assert result.returncode == 0, result.stderr
     assert "batch_size: 4" in result.stdout
     assert "learning_rate" not in result.stdout  # it is the default
+
+
+def test_ctrl_c_before_anything_has_begun_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "run.yaml").write_text("recipe: bdh")
+    monkeypatch.setattr("shoal.config.load_run", interrupt)
+    result = call_shoal(tmp_path, "config", "run.yaml")
+    assert (result.returncode, result.stderr) == (130, "shoal: interrupted\n")

@@ -79,6 +79,8 @@ def main() -> None:
             raise
         print(f"shoal: error: {one_line(error, limit=10_000)}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("shoal: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        # typer makes an exit code of Ctrl-C and says nothing. A run that has begun has said more.
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            print("shoal: interrupted", file=sys.stderr)
+        raise
