@@ -340,9 +340,7 @@ def test_shoal_data_shows_samples_and_figures(tmp_path: Path) -> None:
     assert shown.stdout.count("⟧") == 2
     assert re.search(r"^samples +\d an epoch", shown.stdout, re.M)
     assert re.search(r"^tokens +\d+ an epoch, \d+ of them counted \(\d\d.\d%\)", shown.stdout, re.M)
-    assert re.search(
-        r"^padding +not packed; packing would make \d packs of 128, \d\d.\d% real tokens", shown.stdout, re.M
-    )
+    assert re.search(r"^packing +off; it would make \d packs of 128 tokens, \d\d.\d% full$", shown.stdout, re.M)
     assert re.search(r"^too long +0 truncated, 0 dropped \(too_long: truncate\)", shown.stdout, re.M)
     assert re.search(r"^ *\d+–\d+  █+ +\d+$", shown.stdout, re.M)
     assert not (tmp_path / "out").exists()
