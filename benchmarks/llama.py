@@ -87,7 +87,7 @@ FP8_CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 ABOUT_FP8 = (
     "A Llama of 1.2 billion parameters with 128,256 tokens that share their embedding with the head, compiled, loss in "
     "8 chunks, 8 × 2048 tokens a step. `fp8` is `mixed_precision: fp8`, and `also the head` is `fp8_head: true`. How "
-    "well such a model learns is [above](#losses-of-faster-paths)."
+    "well such a model learns is [above](#losses-of-faster-paths-on-a-cpu)."
 )
 
 

@@ -43,8 +43,8 @@ ABOUT = (
     "200 steps."
 )
 ABOUT_MEDIUM = (
-    "The same of a Llama with hidden size 256 and 4 layers, 16 × 256 tokens, 200 steps. CPUs compute the products in "
-    "fp8, too, and add up in fp32."
+    "The loss of training data over the last 20 steps, on Python's standard library, for each seed. The Llama has "
+    "hidden size 256 and 4 layers, 16 × 256 tokens, 200 steps. CPUs compute the products in fp8, too."
 )
 
 

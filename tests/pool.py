@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -46,6 +47,7 @@ from garbage import keep_imports_frozen
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 300  # long enough that a run does not time out on a busy machine
+RESET_SECONDS = 60  # after a run that has succeeded
 GRACE_SECONDS = 1.0  # the time that other ranks have to report their errors after a first one
 STACK_SECONDS = 30  # the time that all ranks have to write their stacks
 MAX_THREADS = 200  # above this, workers are replaced
@@ -72,6 +74,10 @@ class WorkerFailure(Exception):
     def __init__(self, rank: int, message: str):
         super().__init__(message)
         self.rank = rank
+
+
+class WorkerHang(WorkerFailure):
+    """A run that did not end in time."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +192,24 @@ class Pool:
             results = self._replies(timeout)
             # Workers are reset after all have returned: a rank that left early would break the collective of another.
             self._send(None)
-            threads = [pickle.loads(count) for count in self._replies(timeout)]
+            threads = self._threads_after_reset()
         except BaseException:  # a failure, Ctrl-C or pytest's timeout: other ranks may wait in a collective for ever
             self.close()
             raise
-        if max(threads) > MAX_THREADS:
+        if max(threads, default=MAX_THREADS + 1) > MAX_THREADS:
             self.close()
         return [pickle.loads(result) for result in results]
+
+    def _threads_after_reset(self) -> list[int]:
+        """Returns the number of threads of each worker; none if a worker hangs, although the run has succeeded.
+
+        Rarely a process group that is freed as garbage waits for its thread, while that waits for Python.
+        """
+        try:
+            return [pickle.loads(count) for count in self._replies(RESET_SECONDS)]
+        except WorkerHang as hang:
+            warnings.warn(f"the workers are started anew: {hang}", stacklevel=1)
+            return []
 
     def close(self) -> None:
         """Ends the workers; a later run starts new ones."""
@@ -247,7 +264,8 @@ class Pool:
             raise self._failure(first, f"rank {first} {replies[first].error}\n{replies[first].trace}", replies)
         if waiting:
             ranks = ", ".join(map(str, waiting))
-            raise self._failure(waiting[0], f"rank {ranks} of {self.size} did not finish in {timeout:g} s", replies)
+            failure = self._failure(waiting[0], f"rank {ranks} of {self.size} did not finish in {timeout:g} s", replies)
+            raise WorkerHang(failure.rank, str(failure))
         return [replies[rank].result for rank in range(self.size)]
 
     def _failure(self, first: int, headline: str, replies: dict[int, Reply]) -> WorkerFailure:

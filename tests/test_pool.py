@@ -323,3 +323,27 @@ def test_workers_with_too_many_threads_are_replaced():
         first, *_ = pool.run(keep_threads, 1)
         assert pool.run(keep_threads, MAX_THREADS) == [first]
         assert pool.run(os.getpid) != [first]
+
+
+class SlowToFree:
+    """Garbage that takes long to free, as a process group may that waits for a thread."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(600)
+
+
+def leave_garbage():
+    SlowToFree()
+    return dist.get_rank()
+
+
+def test_a_worker_that_hangs_after_its_run_is_replaced(monkeypatch):
+    monkeypatch.setattr("pool.RESET_SECONDS", 2)
+    with Pool(2) as pool:
+        with pytest.warns(UserWarning, match=r"(?s)the workers are started anew: rank 0, 1 of 2 did not finish in 2 s"):
+            assert pool.run(leave_garbage) == [0, 1]
+        assert not pool.workers
+        assert pool.run(dist.get_rank) == [0, 1]
