@@ -76,7 +76,7 @@ class Engaged:
     own_time: OwnTime | None = None
     """Measures what this rank computes in a step without waiting for others."""
     restarted: str = ""
-    """What of the last state that was loaded did not fit this rank and starts anew, in words."""
+    """The parts of the state loaded last that did not fit this rank and start anew, in words."""
     not_in_force: dict[str, str] = field(default_factory=dict)
     """The keys that were set and have no effect, each with the reason."""
 

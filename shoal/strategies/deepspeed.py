@@ -267,7 +267,7 @@ class ZeroStrategy(DistributedStrategy):
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """What DeepSpeed is told, in its own words. Sizes that depend on the model are there once it has one."""
+        """DeepSpeed's config, in its own words. Sizes that depend on the model are there once it has one."""
         return self._told or self._engine_config(None)
 
     @property
@@ -278,7 +278,7 @@ class ZeroStrategy(DistributedStrategy):
         return self.engine
 
     def _engine_config(self, model: nn.Module | None) -> dict[str, Any]:
-        """Returns what DeepSpeed is told. Its batch size, accumulation, clipping and types are not used."""
+        """Returns DeepSpeed's config. Its batch size, accumulation, clipping and types are not used."""
         zero = self._zero.model_dump(
             exclude={"zero_stage", "offload_optimizer", "offload_parameters", "aio", "cpu_checkpointing", "config_file"}
         )

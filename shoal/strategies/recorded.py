@@ -32,7 +32,7 @@ MOST = 8
 COMPARED_EVERY = 256
 """A recording is compared after 1, 2, 4, 8 … uses, and from then on after every so many."""
 WINDOW = 64
-"""Of so many micro-batches, a warning says so if most were computed without a recording."""
+"""A warning says so if most of this many micro-batches were computed without a recording."""
 
 LONGEST = 64
 """Longer lists and dicts in attributes are not searched for tensors."""

@@ -75,7 +75,7 @@ class Trace:
     """What gradients were clipped to."""
     start: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step."""
+    """Gradients of the first step."""
     later_gradients: dict[str, Tensor] = field(default_factory=dict)
     """From the reference's weights after the last step, on the batch after it."""
     sgd_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Trace:
     rounded_updates: Updates | None = None
     """The same of AdamW with weights in bf16, if the config asks for them."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of all parameters, frozen ones too."""
+    """The shapes of all parameters, frozen ones too."""
     itemsizes: dict[str, int] = field(default_factory=dict)
     """The bytes of an element of each."""
     multiplies_weights: bool = False
@@ -101,7 +101,7 @@ class Trace:
     state_bytes: int = 0
     """What the optimizer keeps on this rank: momentum."""
     flops: int = 0
-    """Of the matrix products in one step."""
+    """The FLOPs of the matrix products in one step."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
     exchange_errors: list[float] = field(default_factory=list)

@@ -18,7 +18,7 @@ class Exchanged(NamedTuple):
     total: Tensor
     """The sum over ranks, equal on all of them."""
     unsent: Tensor
-    """What of this rank's tensor is not in the sum."""
+    """The part of this rank's tensor that is not in the sum."""
 
 
 class Method(ABC):
