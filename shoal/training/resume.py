@@ -103,7 +103,7 @@ def restore(
             since_log = _since_log(checkpoint)
             check_same_model(checkpoint, {name: [*one.shape] for name, one in held.items()}, config=run.tree())
             check_same_run(checkpoint, run.tree(), allowed)
-            check_same_data(checkpoint, session.recipe.data_digests(), run.tree(), allowed)
+            check_same_data(checkpoint, session.recipe.data_digests(), run.tree(), allowed, warn)
             change = optimizer_change(checkpoint, run, session)
             _check_allowed(change, checkpoint, run)
             batches = _batches_after(checkpoint.manifest, run, strategy.data_size, warn)

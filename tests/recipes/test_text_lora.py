@@ -131,7 +131,7 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert re.search(r"facts.jsonl 66.7% \(each sample 1.25 times an epoch\); .*other.jsonl 33.3%", report)
 
 
-def test_a_run_does_not_resume_with_other_records(tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_other_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def run_until(end: int, allowed: str = "", **dataset: Any) -> None:
         training = {"max_steps": end, "lr_scheduler": "constant"}
         config = tree(tmp_path, dataset={"eval_fraction": 0.3, **dataset}, training=training)
@@ -145,12 +145,14 @@ def test_a_run_does_not_resume_with_other_records(tmp_path: Path) -> None:
     message = r"^dataset.train_file: .*facts.jsonl: it gives other samples than when .*step_00000002 was saved"
     assert_refused(message, lambda: run_until(3))
     run_until(3, "dataset.train_file")
+    said = "facts.jsonl: it gives other samples than when .*step_00000002 was saved; the run goes on with them"
+    assert re.search(said, capfd.readouterr().out)
     run_until(4)
     run_until(5, "dataset.max_seq_length", max_seq_length=100, too_long="truncate")
     (manifest,) = (tmp_path / "out" / "checkpoints").glob("*5/manifest.json")
     assert [*json.loads(manifest.read_text())["data"]] == ["dataset.train_file"]
     earlier: Any = SimpleNamespace(manifest={"config": {}})  # of a version that stored no digests
-    check_same_data(earlier, {"dataset.train_file": {"a.jsonl": "0"}}, {}, [])
+    check_same_data(earlier, {"dataset.train_file": {"a.jsonl": "0"}}, {}, [], print)
 
 
 def train_here(config: dict[str, Any]) -> tuple[str | None, float]:
