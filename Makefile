@@ -52,7 +52,7 @@ bench-gpu: .venv/.ready-bench
 	$(BIN)/python benchmarks/llama.py --fp8 --steps 8 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --large --steps 5 --cases "transformers, bf16;8B, bf16" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --steps 8 --cases "peer;shoal, recomputed, compiled;shoal, compiled" --write docs/benchmarks.md
-	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --cases "peer;shoal, recorded" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --cases "peer;shoal, recomputed, compiled;shoal, compiled;shoal, recorded, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind lora --steps 6 --cases "peer;shoal, recomputed, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind full --steps 8 --write docs/benchmarks.md
 

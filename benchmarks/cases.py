@@ -108,13 +108,8 @@ def time_steps(step: Callable[[], Any], steps: int, tokens: int, recorded: bool 
     for _ in range(WARM_UP_RECORDED if recorded else WARM_UP):
         step()
     synchronise()
-    kept = 0
     if on_gpu:
         torch.cuda.empty_cache()  # others are warming up
-        # What recordings in CUDA graphs compute with is theirs all the time, and counts as free.
-        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        before = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
     print(WARM, flush=True)
     sys.stdin.readline()
     step()
@@ -124,8 +119,17 @@ def time_steps(step: Callable[[], Any], steps: int, tokens: int, recorded: bool 
         loss = step()
     synchronise()
     seconds = time.perf_counter() - began
-    peak = max(before, torch.cuda.max_memory_allocated() + recorded * kept) / 2**30 if on_gpu else 0.0
+    peak = (torch.cuda.max_memory_allocated() + _kept_by_recordings()) / 2**30 if on_gpu else 0.0
     return {"tokens_per_second": steps * tokens / seconds, "peak_gib": peak, "loss": loss.item()}
+
+
+def _kept_by_recordings() -> int:
+    """Returns the bytes that only recordings in CUDA graphs use, and that count as free between their uses."""
+    import torch
+
+    segments = torch.cuda.memory_snapshot()
+    own = [segment for segment in segments if segment["segment_pool_id"] != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
 def step_of(

@@ -38,8 +38,10 @@ def add_layer(module: nn.Module, layer: Layer) -> None:
     module.forward = forward
 
 
-def compile_forwards(modules: Sequence[nn.Module]) -> None:
+def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:
     """Compiles the forwards of modules, with all their layers. Those of one class share their graphs.
+
+    `options` are those of torch.compile.
 
     torch keeps graphs by code object, at most eight for each. All layers have the same code, so that other classes and
     other models in the process would use up the eight; so each class gets a copy of the code, anew at each call.
@@ -54,7 +56,7 @@ def compile_forwards(modules: Sequence[nn.Module]) -> None:
         if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
             code = codes.setdefault(type(module), forward.__code__.replace())
             forward = wraps(forward)(FunctionType(code, forward.__globals__, closure=forward.__closure__))
-        module.forward = torch.compile(forward)
+        module.forward = torch.compile(forward, options=dict(options)) if options else torch.compile(forward)
         viewed = [member for member in module.modules() if _VIEWS in vars(member)]
         if viewed:
             add_layer(module, partial(_call_with_views_of, viewed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,9 @@ from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
 from torch import _foreach_zero_ as foreach_zero_
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
+
+# What torch.compile traces with, and triton_op replaces an operator in; see replace_in_graphs.
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # What fully_shard makes of a dimension that was split before; see shape_and_offset.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.library import register_torch_dispatch
 
 # The bases of all batch norms and of all dropouts, each kind by one name.
 from torch.nn.modules.batchnorm import _BatchNorm as BATCH_NORM
@@ -69,6 +73,7 @@ __all__ = [
     "is_fake",
     "move_towards",
     "post_accumulate_hooks",
+    "replace_in_graphs",
     "scaled_product",
     "set_group_timeout",
     "shape_and_offset",
@@ -170,6 +175,21 @@ def declare_skips_on_device(optimizer: Optimizer) -> None:
 def is_fake(tensor: Tensor) -> bool:
     """Returns whether a tensor has a shape and no memory, under FakeTensorMode."""
     return isinstance(tensor, FakeTensor)
+
+
+def replace_in_graphs(name: str, function: Callable[..., Any]) -> None:
+    """Makes graphs of torch.compile call a function in the place of an operator, below the operator's derivative.
+
+    As torch.library.triton_op does it, for which torch has no public way.
+    """
+
+    def call(mode: Any, _: Any, types: Sequence[type], args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if any(kind not in (Tensor, FunctionalTensor) and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented
+        with mode:
+            return function(*args, **(kwargs or {}))
+
+    register_torch_dispatch(name, FunctionalTensorMode, call)
 
 
 def move_towards(values: list[Tensor], targets: list[Tensor], weight: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.lora.dropout import drop, dropped_product
+from shoal.operators import forms_of
 
 SEED = torch.tensor(3)
 
@@ -31,10 +32,42 @@ def test_a_call_runs_little_besides_the_function() -> None:
     x, alike = torch.randn(4, 8), torch.library.custom_op("shoal_tests::nothing", mutates_args=())(nothing)
     from shoal.operators import operator
 
-    ours = operator("nothing_for_tests")(nothing)
+    ours = operator("nothing_for_tests", empty=nothing)(nothing)
     with torch.no_grad():
         assert python_calls(ours, x) <= 2
         assert python_calls(ours, x) < python_calls(alike, x)
+
+
+def test_graphs_call_a_form_that_asks_for_no_gradient() -> None:
+    """And its derivative is the same, also where a graph is computed without gradients."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    called = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def gradients(function: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+        function(x, weight, weight.detach().clone(), SEED, 0.3, 0.5).square().sum().backward()
+        with torch.no_grad():
+            return [x.grad, weight.grad, function(x, weight, weight.detach().clone(), SEED, 0.3, 0.5)]
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *args: dropped_product(*args), backend=aot_autograd(fw_compiler=note))
+    for found, expected in zip(gradients(compiled), gradients(dropped_product), strict=True):
+        assert found is not None
+        assert torch.equal(found, expected)
+    plain, in_graph = (form.default for form in forms_of("dropped_product"))
+    assert in_graph in called
+    assert plain not in called
+    plain, in_graph = (form.default for form in forms_of("drop"))
+    with torch.no_grad():
+        assert python_calls(in_graph, torch.randn(3, 16), SEED, 0.3) < python_calls(
+            plain, torch.randn(3, 16), SEED, 0.3
+        )
 
 
 def nothing(x: Tensor) -> Tensor:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from shoal.operators import operator
+from shoal.operators import forms_of, give_gradient, operator
 from shoal.tensors import autocast_dtype, tiles_ahead, why_no_triton
 
 MAX_RANK = 128
@@ -111,7 +110,11 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**32), _BITS)
 
 
-@operator("drop")
+def _empty_like(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@operator("drop", empty=_empty_like)
 def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
     """Returns the input with some places 0 and the others divided by 1 - p. Keeps nothing but the seed."""
     if why_not(input.device, input.dtype) is not None:
@@ -127,24 +130,19 @@ def drop(input: Tensor, seed: Tensor, p: float) -> Tensor:
     return out.view(input.shape)
 
 
-@register_fake("shoal::drop")
-def _(input: Tensor, seed: Tensor, p: float) -> Tensor:
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
 def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, seed, ctx.p = inputs
     ctx.save_for_backward(seed)
 
 
-register_autograd(
-    "shoal::drop",
-    lambda ctx, gradient: (drop(gradient, *ctx.saved_tensors, ctx.p), None, None),
-    setup_context=_keep_seed,
-)
+give_gradient("drop", lambda ctx, gradient: (drop(gradient, *ctx.saved_tensors, ctx.p), None, None), keep=_keep_seed)
 
 
-@operator("dropped_product")
+def _empty_product(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(factor))
+
+
+@operator("dropped_product", empty=_empty_product)
 def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns scaling · dropout(input) @ factor.T. `factor` is the weight (rank, width) cast to the input's dtype.
 
@@ -181,12 +179,12 @@ def dropped_product(input: Tensor, weight: Tensor, factor: Tensor, seed: Tensor,
     return _sum_of(parts, x.new_empty(*input.shape[:-1], rank), scaling / (1 - p))
 
 
-@register_fake("shoal::dropped_product")
-def _(input: Tensor, weight: Tensor, factor: Tensor, *args: Any) -> Tensor:
-    return input.new_empty(*input.shape[:-1], len(factor))
+def _empty_weight(input: Tensor, gradient: Tensor, *args: Any) -> Tensor:
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    return input.new_empty(gradient.shape[-1], input.shape[-1], dtype=dtype)
 
 
-@operator("dropped_product_to_weight")
+@operator("dropped_product_to_weight", empty=_empty_weight)
 def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the weight, in at least float32.
 
@@ -225,12 +223,6 @@ def _to_weight(input: Tensor, gradient: Tensor, seed: Tensor, p: float, scaling:
     return _sum_of(parts, parts.new_empty(rank, width), 1.0)
 
 
-@register_fake("shoal::dropped_product_to_weight")
-def _(input: Tensor, gradient: Tensor, *args: Any) -> Tensor:
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    return input.new_empty(gradient.shape[-1], input.shape[-1], dtype=dtype)
-
-
 def _sum_of(parts: Tensor, out: Tensor, scale: float) -> Tensor:
     """Writes the scaled sum over the first dimension into `out`, by a kernel in Triton."""
     from shoal.lora import triton_kernels
@@ -246,7 +238,11 @@ def _num_weight_parts(tokens: int, width: int) -> int:
     return max(1, min(_tiles(256, _tiles(width, WEIGHT_COLUMNS)), _tiles(tokens, WEIGHT_ROWS)))
 
 
-@operator("dropped_product_to_input")
+def _empty_input(gradient: Tensor, factor: Tensor, *args: Any) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], factor.shape[1])
+
+
+@operator("dropped_product_to_input", empty=_empty_input)
 def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling: float) -> Tensor:
     """Returns the gradient of the input."""
     rank, width = factor.shape
@@ -279,11 +275,6 @@ def _to_input(gradient: Tensor, factor: Tensor, seed: Tensor, p: float, scaling:
     return out.view(*gradient.shape[:-1], width)
 
 
-@register_fake("shoal::dropped_product_to_input")
-def _(gradient: Tensor, factor: Tensor, *args: Any) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], factor.shape[1])
-
-
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, factor, seed, *ctx.options = inputs
     ctx.dtype = weight.dtype
@@ -305,7 +296,7 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return to_input, to_weight, None, None, None, None
 
 
-register_autograd("shoal::dropped_product", _product_backward, setup_context=_keep_for_backward)
+give_gradient("dropped_product", _product_backward, keep=_keep_for_backward)
 
 
 def _tiles(size: int, of: int) -> int:
@@ -317,7 +308,7 @@ def _padded(rank: int) -> int:
     return max(16, 1 << (rank - 1).bit_length())
 
 
-@register_flop_formula([torch.ops.shoal.dropped_product, torch.ops.shoal.dropped_product_to_input])
+@register_flop_formula([*forms_of("dropped_product"), torch.ops.shoal.dropped_product_to_input])
 def _(left: tuple[int, ...], factor: tuple[int, ...], *args: Any, **options: Any) -> int:
     return 2 * prod(left[:-1]) * prod(factor)
 

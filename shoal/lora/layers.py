@@ -89,6 +89,8 @@ class AdaptedLayer(nn.Module):
 
     adapter_parts: tuple[str, ...]
     """The names of the modules and attributes that make up the adapter."""
+    has_small_matrices = True
+    """What torch.compile may launch together; see transform/compile.py."""
 
 
 class LowRankLayer(AdaptedLayer):

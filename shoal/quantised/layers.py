@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.library import register_autograd, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
 from shoal.forward import computes_as_linear
-from shoal.operators import operator
+from shoal.operators import forms_of, give_gradient, operator
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
 from shoal.torch_private import version_of
@@ -97,9 +96,14 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme.describe()}"
 
 
+def _empty_product(input: Tensor, *args: Any) -> Tensor:
+    *_, shape, transposed = args
+    return input.new_empty((*input.shape[:-1], shape[1 if transposed else 0]))
+
+
 # An operator, because torch.compile looks into a torch.autograd.Function: it would keep the matrix of the forward for
 # the backward, and (torch 2.11) all that a recomputed block computes inside of one.
-@operator("multiply_4bit")
+@operator("multiply_4bit", empty=_empty_product)
 def _multiply_4bit(
     input: Tensor,
     weight: Tensor,
@@ -125,12 +129,6 @@ def _multiply_4bit(
     output = F.linear(left, right, bias)
     output.view(-1, output.shape[-1]).addmm_(input.reshape(-1, input.shape[-1]), matrix if transposed else matrix.mT)
     return output
-
-
-@register_fake("shoal::multiply_4bit")
-def _(input: Tensor, *args: Any) -> Tensor:
-    *_, shape, transposed = args
-    return input.new_empty((*input.shape[:-1], shape[1 if transposed else 0]))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -161,10 +159,10 @@ def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
     return for_input, None, None, for_bias, for_left, for_right, None, None, None, None
 
 
-register_autograd("shoal::multiply_4bit", _multiply_backward, setup_context=_keep_for_backward)
+give_gradient("multiply_4bit", _multiply_backward, keep=_keep_for_backward)
 
 
-@register_flop_formula(torch.ops.shoal.multiply_4bit)
+@register_flop_formula(forms_of("multiply_4bit"))
 def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
     left = args[3]
     rank = 0 if left is None else left[-1]

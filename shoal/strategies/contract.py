@@ -480,7 +480,8 @@ class DistributedStrategy(ABC):
         if layout.compile:
             engaged.compiled = CompiledModules(model, plan)
         if engaged.compiled and recompute.offload:
-            engaged.compiled.compile()  # and is recomputed as a whole: nothing could move what is inside of a graph
+            # And is recomputed as a whole: nothing could move what is inside of a graph.
+            engaged.compiled.compile(self.device)
         names = engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, recompute)
         blocks = [model.get_submodule(name) for name in names]
         if engaged.compiled and recompute.offload:
@@ -490,7 +491,7 @@ class DistributedStrategy(ABC):
         elif recompute.offload:
             engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
         if engaged.compiled and not recompute.offload:
-            engaged.compiled.compile()
+            engaged.compiled.compile(self.device)
 
     def _own_state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint holds besides the model's tensors: the loss scale, and modules' extra state."""

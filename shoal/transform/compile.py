@@ -12,6 +12,9 @@ from shoal.errors import UserError
 from shoal.forward import add_layer, compile_forwards
 from shoal.types import ParallelPlan
 
+LAUNCHED_TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+"""torch.compile's options that make one kernel of several whose results do not depend on each other."""
+
 
 class CompiledModules:
     """The plan's blocks, or the whole model if it has none, and a count of how often they ran without being compiled.
@@ -28,9 +31,15 @@ class CompiledModules:
         for module in self.modules:
             add_layer(module, layer)
 
-    def compile(self) -> None:
-        """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside."""
-        compile_forwards(self.modules)
+    def compile(self, device: torch.device | None = None) -> None:
+        """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside.
+
+        On a GPU, modules with adapters get fewer and larger kernels: each of their matrices is cast by itself, and the
+        host takes longer to launch so many small kernels than the GPU to compute them.
+        """
+        on_gpu = device is not None and device.type == "cuda"
+        small = on_gpu and any(getattr(m, "has_small_matrices", False) for root in self.modules for m in root.modules())
+        compile_forwards(self.modules, LAUNCHED_TOGETHER if small else None)
 
     def check_around(self, modules: list[nn.Module], key: str) -> None:
         """Refuses layers that were added after `compile` to other modules than the compiled ones, so inside of them."""

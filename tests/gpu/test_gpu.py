@@ -17,6 +17,8 @@ from conftest import ToyRun
 from models.bdh_levels import errors_beside_plain
 from pool import Pool
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from verify.runs import runner_on
@@ -26,7 +28,8 @@ from shoal.config import check_run, load_run
 from shoal.config.schema import TrainingConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
-from shoal.lora import dropout
+from shoal.lora import LoraConfig, dropout
+from shoal.lora.adapters import add_adapters
 from shoal.models.bdh.triton_heads import why_not
 from shoal.quantised import FourBit, QuantisedLinear, schemes
 from shoal.quantised.layers import PARTS
@@ -38,6 +41,7 @@ from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import RecipeBody
 from shoal.transform.chunked_loss import ChunkedHead
+from shoal.transform.compile import CompiledModules
 from shoal.types import IGNORED_LABEL, MicroBatch, ParallelPlan
 from shoal.verify import prove
 from shoal.weights import build
@@ -485,6 +489,31 @@ def test_qlora_trains(
     assert "in Triton" in report
     assert outcome.metrics["train/loss"] < 6.1  # from 6.24 = ln 512; the base is random and frozen
     note(f"QLoRA, {name}, 30 steps", f"loss 6.24 → {outcome.metrics['train/loss']:.3f}")
+
+
+def test_small_kernels_of_adapters_are_launched_together(note: Callable[[str, str], None]) -> None:
+    """Each of the 14 matrices is cast; apart, that would be 14 kernels."""
+
+    def launches(device: torch.device | None) -> int:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(7)))
+        add_adapters(model, LoraConfig(r=8, target_modules=[str(i) for i in range(7)]))
+        model.cuda()
+        CompiledModules(model, ParallelPlan()).compile(device)
+        x = torch.randn(16, 64, device="cuda")
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            model(x)
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                model(x)
+                torch.cuda.synchronize()
+        names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
+        return sum(name.startswith("triton_") for name in names)
+
+    apart, together = launches(None), launches(torch.device("cuda"))
+    assert apart >= 14
+    assert together <= apart - 10
+    note("kernels that torch.compile makes for 7 adapters", f"{together}, and {apart} if they are not joined")
 
 
 QLORA = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"}

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.forward import add_layer, compile_forwards, view_parameters
+from shoal.lora import LoraConfig
+from shoal.lora.adapters import add_adapters
 from shoal.torch_private import compile_counts
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
 from shoal.transform.compile import CompiledModules
@@ -202,6 +204,23 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(value, wanted)
     assert [*model.state_dict()] == names
     assert isinstance(model[0].up.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    ("device", "adapted", "together"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_kernels_of_adapters_are_launched_together_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, adapted: bool, together: bool
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.update(options) or function)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    if adapted:
+        add_adapters(model, LoraConfig(r=2, target_modules=["0"]))
+    CompiledModules(model, ParallelPlan()).compile(torch.device(device))
+    options = given.get("options", {})
+    assert options.get("combo_kernels", False) == together
+    assert {*options} <= {*torch._inductor.list_options()}
 
 
 def test_the_tenth_model_in_a_process_is_still_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
