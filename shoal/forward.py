@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
+from itertools import count
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
@@ -22,6 +23,7 @@ Layer = Callable[..., Any]
 View = Callable[[Tensor], Tensor | None]
 
 _VIEWS, _MADE = "_parameter_views", "_made_views"
+_NUMBERS = count()
 
 
 def add_layer(module: nn.Module, layer: Layer) -> None:
@@ -44,7 +46,9 @@ def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | 
     `options` are those of torch.compile.
 
     torch keeps graphs by code object, at most eight for each. All layers have the same code, so that other classes and
-    other models in the process would use up the eight; so each class gets a copy of the code, anew at each call.
+    other models in the process would use up the eight; so each class gets a copy of the code, anew at each call. Copies
+    have names of their own, by which torch remembers which sizes have changed: it would take the sizes of another model
+    for such a change, and make slower graphs that fit all sizes.
 
     Views of parameters are made before the graph begins: torch captures no graph of a recomputed block that writes
     attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward. They are made in
@@ -54,7 +58,8 @@ def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | 
     for module in modules:
         forward = module.forward
         if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
-            code = codes.setdefault(type(module), forward.__code__.replace())
+            name = f"forward_of_{type(module).__name__}_{next(_NUMBERS)}"
+            code = codes.setdefault(type(module), forward.__code__.replace(co_name=name))
             forward = wraps(forward)(FunctionType(code, forward.__globals__, closure=forward.__closure__))
         module.forward = torch.compile(forward, options=dict(options)) if options else torch.compile(forward)
         viewed = [member for member in module.modules() if _VIEWS in vars(member)]

@@ -206,6 +206,24 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
     assert isinstance(model[0].up.weight, nn.Parameter)
 
 
+def test_graphs_of_a_model_are_not_made_for_the_sizes_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, in which a small model comes before a large one."""
+    sizes = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes.append([value for value in inputs if isinstance(value, int | torch.SymInt)])
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=note))
+    torch.compiler.reset()
+    for width in (4, 6, 8):
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        CompiledModules(model, ParallelPlan(blocks=("0", "1"))).compile()
+        model(torch.ones(width + 1, width))
+    assert sizes == [[]] * 6  # of each model two, because the first input needs no gradient
+
+
 @pytest.mark.parametrize(
     ("device", "adapted", "together"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
