@@ -528,13 +528,6 @@ def _contradictions(layout: Layout) -> Sequence[tuple[bool, str]]:
             "training.activation_checkpointing = none recomputes nothing; use full",
         ),
         (
-            layout.activation_checkpointing.offload
-            and layout.compile
-            and layout.activation_checkpointing.mode == "selective",
-            "training.activation_checkpointing.mode = selective cannot look into compiled blocks, which offload = true "
-            "recomputes as a whole; set mode to full, or training.compile to false",
-        ),
-        (
             layout.activation_checkpointing.offload and is_deepspeed and zero.cpu_checkpointing,
             "training.activation_checkpointing.offload = true and distributed.deepspeed.cpu_checkpointing = true move "
             "the same tensors; leave one of them out",

@@ -479,19 +479,16 @@ class DistributedStrategy(ABC):
         recompute = layout.activation_checkpointing
         if layout.compile:
             engaged.compiled = CompiledModules(model, plan)
-        if engaged.compiled and recompute.offload:
-            # And is recomputed as a whole: nothing could move what is inside of a graph.
-            engaged.compiled.compile(self.device)
         names = engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, recompute)
+        if engaged.compiled:
+            engaged.compiled.compile(self.device)
         blocks = [model.get_submodule(name) for name in names]
-        if engaged.compiled and recompute.offload:
+        if engaged.compiled and recompute.offload:  # nothing could move what is inside of a graph
             engaged.compiled.check_around(blocks, "training.activation_checkpointing.offload = true")
         if recompute.offload and self.device.type == "cpu":
             engaged.not_in_force["training.activation_checkpointing.offload"] = "the run is on the CPU"
         elif recompute.offload:
             engaged.host_inputs = keep_inputs_on_host(blocks, self.device)
-        if engaged.compiled and not recompute.offload:
-            engaged.compiled.compile(self.device)
 
     def _own_state(self) -> dict[str, Tensor]:
         """Returns what a checkpoint holds besides the model's tensors: the loss scale, and modules' extra state."""

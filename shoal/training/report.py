@@ -82,8 +82,7 @@ class Report:
             self._check_compiled(self.engaged.compiled)
         nothing_recomputed = num_recomputed() == self._recomputed_before
         # What is recomputed inside of a graph is not counted.
-        is_counted = not self.training.compile or self.training.activation_checkpointing.offload
-        if self.engaged.checkpointed_modules and is_counted and nothing_recomputed:
+        if self.engaged.checkpointed_modules and not self.training.compile and nothing_recomputed:
             raise UserError(
                 f"training.activation_checkpointing = {self.training.activation_checkpointing.mode}, but nothing was "
                 "computed again in the first step's backward; set it to none or look for what keeps the model's blocks "

@@ -21,7 +21,7 @@ class CompiledModules:
 
     It is made before layers such as recomputation are added: torch runs the whole of a recomputed module eagerly if it
     cannot capture a part, and the innermost layer is where that shows. `compile` is called after them, so that they are
-    part of the graphs, or before them if they cannot be.
+    part of the graphs.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan):
@@ -42,12 +42,12 @@ class CompiledModules:
         compile_forwards(self.modules, LAUNCHED_TOGETHER if small else None)
 
     def check_around(self, modules: list[nn.Module], key: str) -> None:
-        """Refuses layers that were added after `compile` to other modules than the compiled ones, so inside of them."""
+        """Refuses layers that are to be added after `compile` to other modules than the compiled ones."""
         compiled = {id(module) for module in self.modules}
         if any(id(module) not in compiled for module in modules):
             raise UserError(
-                f"{key}: with training.compile = true only the compiled blocks themselves can be recomputed, and these "
-                "are the blocks of the recipe's parallel_plan; leave out activation_checkpointing.classes, or set "
+                f"{key}: with training.compile = true only the inputs of the compiled blocks can be moved, which are the "
+                "blocks of the recipe's parallel_plan; leave out activation_checkpointing.classes, or set "
                 "training.compile to false"
             )
 

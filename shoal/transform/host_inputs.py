@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
+from shoal.torch_private import storage_key
 
 
 def keep_inputs_on_host(blocks: list[nn.Module], device: torch.device) -> HostInputs:
@@ -27,10 +29,7 @@ def keep_inputs_on_host(blocks: list[nn.Module], device: torch.device) -> HostIn
 
 
 class HostInputs:
-    """What the blocks of a model keep in host memory.
-
-    All that a recomputed block saves for its backward are its positional inputs.
-    """
+    """What the blocks of a model keep in host memory: their positional inputs."""
 
     def __init__(self, device: torch.device):
         if device.type not in ("cuda", "cpu"):
@@ -47,11 +46,14 @@ class HostInputs:
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a block's forward; a layer around it."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        inputs = {storage_key(value) for value in args if isinstance(value, Tensor) and value.is_contiguous()}
+        with saved_tensors_hooks(partial(self._pack, inputs), self._unpack):
             return forward(*args, **kwargs)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _OnHost:
-        if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter) or not tensor.numel():
+    def _pack(self, inputs: set[int], tensor: Tensor) -> Tensor | _OnHost:
+        """Moves a tensor that is saved for the backward, if it is an input; a compiled block also saves others, and
+        wants their strides to stay."""
+        if not tensor.is_floating_point() or not tensor.is_contiguous() or storage_key(tensor) not in inputs:
             return tensor
         kept = _OnHost(tensor, self._last())
         self._last = weakref.ref(kept)

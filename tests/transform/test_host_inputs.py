@@ -19,7 +19,8 @@ from shoal.transform.compile import CompiledModules
 from shoal.transform.host_inputs import keep_inputs_on_host
 
 
-@pytest.mark.parametrize(("mode", "compiled"), [("full", False), ("selective", False), ("full", True)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_gradients_stay_and_inputs_go(mode: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are compiled draw the same masks in the recomputation as in their forward."""
     compile_light(monkeypatch)
@@ -27,9 +28,9 @@ def test_gradients_stay_and_inputs_go(mode: str, compiled: bool, monkeypatch: py
     model, plan, inputs = stack()
     expected, recomputed, graphs = run(model, inputs), num_recomputed(), compile_counts().graphs
     blocks = CompiledModules(model, plan) if compiled else None
+    names = apply_activation_checkpointing(model, plan, settings(mode))
     if blocks:
         blocks.compile()
-    names = apply_activation_checkpointing(model, plan, settings(mode))
     on_host = keep_inputs_on_host([model.get_submodule(name) for name in names], torch.device("cpu"))
     seen: list[weakref.ref[Tensor]] = []
 
@@ -48,7 +49,7 @@ def test_gradients_stay_and_inputs_go(mode: str, compiled: bool, monkeypatch: py
         for value, wanted in zip(run(model, inputs), expected, strict=True):
             assert torch.equal(value, wanted)
     assert on_host.num_kept == 3 * len(names)
-    assert num_recomputed() - recomputed == 2 * len(names)
+    assert num_recomputed() - recomputed == (0 if compiled else 2 * len(names))  # in a graph it is not counted
     assert compile_counts().graphs - graphs == compiled
     assert not (blocks and blocks.eager_calls)
 
@@ -65,12 +66,8 @@ def test_on_a_cpu_it_is_said_to_have_no_effect(toy: ToyRun) -> None:
     [
         (["training.activation_checkpointing={offload: true}"], "`every`, `classes` and `offload` have no effect"),
         (
-            ["training.activation_checkpointing={mode: selective, offload: true}", "training.compile=true"],
-            "mode = selective cannot look into compiled blocks, which offload = true recomputes as a whole",
-        ),
-        (
             ["training.activation_checkpointing={mode: full, offload: true, classes: [Tanh]}", "training.compile=true"],
-            "only the compiled blocks themselves can be recomputed",
+            "only the inputs of the compiled blocks can be moved",
         ),
     ],
 )
