@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-clusters lint docs bench bench-gpu soak clean help
+.PHONY: demo test test-slow test-gpu test-clusters lint docs bench bench-gpu bench-finetune needs-gpu soak clean help
 
 help:
 	@echo "make demo       train a small language model on this machine"
@@ -13,7 +13,8 @@ help:
 	@echo "make test-clusters  a real SLURM, a real Ray and a Jupyter kernel on this machine; installs them (as root, Debian); writes docs/clusters.md"
 	@echo "make docs       the docs as a site with search, in build/site"
 	@echo "make bench      what the training loop and a save cost, beside peers; writes docs/benchmarks.md"
-	@echo "make bench-gpu  BDH, Llama and QLoRA beside peers, on one GPU; writes docs/benchmarks.md (PUBLIC_BDH=a clone of pathwaycom/bdh)"
+	@echo "make bench-gpu  BDH and Llama beside peers, on one GPU; writes docs/benchmarks.md (PUBLIC_BDH=a clone of pathwaycom/bdh)"
+	@echo "make bench-finetune  QLoRA, LoRA and full fine-tuning beside peers, on one GPU; writes docs/benchmarks.md"
 	@echo "make soak       an hour of training under faults; writes docs/soak.md (SECONDS=480: shorter)"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
@@ -45,14 +46,18 @@ bench: .venv/.ready-bench
 	$(BIN)/python benchmarks/loop_overhead.py --write docs/benchmarks.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/async_save.py --write docs/benchmarks.md
 
-bench-gpu: .venv/.ready-bench
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "make bench-gpu needs a GPU, and torch sees none"; exit 1; }
+needs-gpu: .venv/.ready-bench
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "this needs a GPU, and torch sees none"; exit 1; }
+
+bench-gpu: needs-gpu
 	$(BIN)/python benchmarks/bdh.py $(if $(PUBLIC_BDH),--public $(PUBLIC_BDH)) --at-once 4 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --steps 8 --at-once 4 --cases "raw;single, loss in 8 chunks" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --fp8 --steps 8 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/llama.py --large --steps 5 --cases "transformers, bf16;8B, bf16" --write docs/benchmarks.md
+
+bench-finetune: needs-gpu
 	$(BIN)/python benchmarks/qlora.py --steps 8 --cases "peer;shoal, recomputed, compiled;shoal, compiled" --write docs/benchmarks.md
-	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --cases "peer;shoal, recomputed, compiled;shoal, compiled;shoal, recorded, compiled" --write docs/benchmarks.md
+	$(BIN)/python benchmarks/qlora.py --length 512 --steps 12 --at-once 5 --cases "peer;shoal, recomputed, compiled;shoal, compiled;recorded" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind lora --steps 6 --cases "peer;shoal, recomputed, compiled" --write docs/benchmarks.md
 	$(BIN)/python benchmarks/qlora.py --kind full --steps 8 --write docs/benchmarks.md
 

@@ -110,11 +110,11 @@ def main() -> None:
         )
         write_section(options.write, "fp8", f"{head} {ABOUT_FP8}\n\n{table_of(results, names[0])}")
     elif options.write:
-        size = "8" if options.large else "1.1"
+        size, tokens = ("8", "2 × 4096") if options.large else ("1.1", "8 × 2048")
         head = (
             f"How fast does a Llama of {size} billion parameters train under each strategy on one GPU, and how much "
             f"memory does a rank need? Measured by `python benchmarks/llama.py{' --large' * options.large}` on "
-            f"{machine()}: {options.steps} steps after 4 for warm-up, 8 × 2048 tokens a step.\n\n{ABOUT}"
+            f"{machine()}: {options.steps} steps after 4 for warm-up, {tokens} tokens a step.\n\n{ABOUT}"
         )
         heading = "Llama of 8 billion parameters" if options.large else "Llama"
         write_section(options.write, heading, f"{head}\n\n{table_of(results, names[0])}")

@@ -46,8 +46,8 @@ class CompiledModules:
         compiled = {id(module) for module in self.modules}
         if any(id(module) not in compiled for module in modules):
             raise UserError(
-                f"{key}: with training.compile = true only the inputs of the compiled blocks can be moved, which are the "
-                "blocks of the recipe's parallel_plan; leave out activation_checkpointing.classes, or set "
+                f"{key}: with training.compile = true only the inputs of the compiled blocks can be moved, which are "
+                "the blocks of the recipe's parallel_plan; leave out activation_checkpointing.classes, or set "
                 "training.compile to false"
             )
 
