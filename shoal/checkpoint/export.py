@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from shoal.checkpoint.export_folders import MERGE_INTO, write_hf, write_peft
 from shoal.checkpoint.folders import discard, flush, swap_in
-from shoal.checkpoint.frozen_base import FrozenBaseError, base_files, find_base_in
+from shoal.checkpoint.frozen_base import FrozenBaseError, base_files
 from shoal.checkpoint.init_from import added_tokens
 from shoal.checkpoint.inspect import as_dict, open_step_folder
 from shoal.checkpoint.manifest import dtype_name
@@ -57,7 +56,7 @@ def export(
     ):
         if value not in choices:
             raise UserError(f"{option} {value} is not one of {', '.join(choices)}")
-    checkpoint = open_step_folder(step_dir)
+    checkpoint = open_step_folder(step_dir, base)
     _check_options(checkpoint, to, base, adapter_only)
     merges = to == "hf" and bool(recipe_sections(checkpoint).get("lora"))
     if merge_into and not merges:
@@ -65,8 +64,6 @@ def export(
     _check_target(out, to, force)
     if out.resolve().is_relative_to(step_dir.resolve()):
         raise UserError(f"{out} is inside the checkpoint, which must not change; choose another place")
-    if base:
-        checkpoint = replace(checkpoint, base=find_base_in(base, checkpoint.base))
     files = ", ".join(base_files(checkpoint.base))
     beside = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
@@ -102,11 +99,10 @@ def export(
 
 def _check_options(checkpoint: Checkpoint, to: str, base: Path | None, adapter_only: bool) -> None:
     """Raises UserError for options that contradict each other or the checkpoint."""
-    for option, given in (("--base", base), ("--adapter-only", adapter_only)):
-        if given and not checkpoint.base:
-            raise UserError(
-                f"{option}: {checkpoint.folder} stores all its weights and has no frozen base; leave it out"
-            )
+    if adapter_only and not checkpoint.base:
+        raise UserError(
+            f"--adapter-only: {checkpoint.folder} stores all its weights and has no frozen base; leave it out"
+        )
     if adapter_only and to in ("hf", "peft"):
         writes = "whole models" if to == "hf" else "the adapter alone in any case"
         raise UserError(f"--to {to} writes {writes}; give --adapter-only with --to safetensors or --to torch")

@@ -81,9 +81,12 @@ class Difference:
         return not (self.only_in_a or self.only_in_b or self.position or self.tensors)
 
 
-def open_step_folder(path: Path) -> Checkpoint:
+def open_step_folder(path: Path, base: Path | None = None) -> Checkpoint:
     """Opens the checkpoint in a step folder, or `RUN/last`, `RUN/best`. Raises UserError that says what else the path
-    is."""
+    is.
+
+    `base` is where its frozen weights are now, if they were moved.
+    """
     path = named_checkpoint(path)
     _check_folder(path, "a step folder")
     if steps := _steps_in(path):
@@ -92,7 +95,12 @@ def open_step_folder(path: Path) -> Checkpoint:
         raise UserError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; give a folder such as RUN/checkpoints/step_00000100"
         )
-    return open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    if base is None:
+        return checkpoint
+    if not checkpoint.base:
+        raise UserError(f"--base: {path} stores all its weights and has no frozen base; leave it out")
+    return replace(checkpoint, base=find_base_in(base, checkpoint.base))
 
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:

@@ -16,4 +16,8 @@ Overrides = Annotated[
         metavar="KEY=VALUE", help="Values to use instead of those in the file, such as training.max_steps=50."
     ),
 ]
+BasePath = Annotated[
+    Path | None,
+    typer.Option("--base", metavar="PATH", help="The file or folder with the frozen weights, if they were moved."),
+]
 Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.arguments import Debug
+from shoal.cli.arguments import BasePath, Debug
 from shoal.errors import UserError
 
 
@@ -20,6 +20,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest.")] = 0.7,
     device: Annotated[str, typer.Option(help="Where the model computes, such as cuda.")] = "cpu",
+    base: BasePath = None,
     debug: Debug = False,
 ) -> None:
     """Talk to a trained language model, with adapters or without.
@@ -29,7 +30,7 @@ def chat(
     """
     from shoal.training.chat import Chat
 
-    conversation = Chat(path, device, max_new_tokens, temperature)
+    conversation = Chat(path, device, max_new_tokens, temperature, base)
     interactive = prompt is None and sys.stdin.isatty()
     while True:
         if interactive:

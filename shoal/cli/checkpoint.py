@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.app import App
-from shoal.cli.arguments import Debug
+from shoal.cli.arguments import BasePath, Debug
 from shoal.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ StepDir = Annotated[
     Path, typer.Argument(readable=False, metavar="STEP_DIR", help="A folder such as RUN/checkpoints/step_00000100.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")]
-BasePath = Annotated[
-    Path | None,
-    typer.Option("--base", metavar="PATH", help="The file or folder with the frozen weights, if they were moved."),
-]
 MAX_LISTED = 10
 
 

@@ -78,6 +78,7 @@ class TextLoraRecipe(CausalLMRecipe):
         return data_warnings(self.prepared, self.tokenizer)
 
     def view_data(self, number: int) -> DataView:
+        self.check_length_of_local_model()
         prepare_instructions(self.config.dataset, self.tokenizer)
         return view_data(self.prepared, self.tokenizer, number)
 

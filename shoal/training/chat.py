@@ -22,8 +22,15 @@ Print = Callable[[str], None]
 class Chat:
     """A conversation with a model. With a chat template it remembers the turns before."""
 
-    def __init__(self, path: Path, device: str = "cpu", max_new_tokens: int = 256, temperature: float = 0.7):
-        """Loads the model of a checkpoint, or of the latest one of a run."""
+    def __init__(
+        self,
+        path: Path,
+        device: str = "cpu",
+        max_new_tokens: int = 256,
+        temperature: float = 0.7,
+        base: Path | None = None,
+    ):
+        """Loads the model of a checkpoint, or of the latest one of a run; `base` is where its frozen weights are."""
         if temperature < 0 or max_new_tokens < 1:
             key, value = ("--temperature", temperature) if temperature < 0 else ("--max-new-tokens", max_new_tokens)
             raise UserError(f"{key} {value}: it must be {'0 or more' if temperature < 0 else '1 or more'}")
@@ -31,11 +38,11 @@ class Chat:
         folder = find_latest_checkpoint(path) if step_folders(path) else path
         if folder is None:
             raise UserError(f"{path}: all its checkpoints are damaged; choose another run")
-        name, sections = built_in_recipe(open_step_folder(folder), "shoal chat", "use shoal.load in Python")
+        name, sections = built_in_recipe(open_step_folder(folder, base), "shoal chat", "use shoal.load in Python")
         self.recipe = make_recipe(name, sections)
         if not hasattr(self.recipe, "transformers_config"):
             raise UserError(f"{folder} was trained by recipe {name}, which has no model to talk to; use causal_lm")
-        self.model: Any = load(folder, device=device)
+        self.model: Any = load(folder, device=device, base=base)
         self.tokenizer = self.recipe.tokenizer
         self.has_template = getattr(self.tokenizer, "template", None) is not None
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}

@@ -28,6 +28,7 @@ def load(
     device: str | torch.device = "cpu",
     which: Literal["latest", "best"] = "latest",
     average: str | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Returns the model of a checkpoint folder or a run folder, in evaluation mode, whatever layout trained it.
 
@@ -35,21 +36,22 @@ def load(
     Recipes that shoal ships are found by their names; any other has to be passed: its class, which is built with the
     checkpoint's config, or an object. `average` names a callback, such as `ema`, whose average is loaded in place of
     the weights, or is `evaluated`: the average that the last evaluation used, if it used one. That is the default with
-    `which="best"`; `none` loads the weights.
+    `which="best"`; `none` loads the weights. `base` is the file or folder with the frozen weights, if they were
+    moved.
     """
     average = average or ("evaluated" if which == "best" else "none")
-    path = named_checkpoint(Path(checkpoint))
+    path, place = named_checkpoint(Path(checkpoint)), None if base is None else Path(base)
     if which not in ("latest", "best"):
         raise UserError(f"shoal.load: which = {which!r}: use latest or best")
     if (path / MANIFEST).exists() or not step_folders(path):
         try:
-            return _load(open_step_folder(path), recipe, device, average)
+            return _load(open_step_folder(path, place), recipe, device, average)
         except DamagedCheckpoint as damage:
             raise UserError(f"{path} is a damaged checkpoint: {damage}; choose another") from None
     damages: list[str] = []
     for folder in best_first_folders(path) if which == "best" else step_folders(path)[::-1]:
         try:
-            return _load(open_step_folder(folder), recipe, device, average)
+            return _load(open_step_folder(folder, place), recipe, device, average)
         except DamagedCheckpoint as damage:
             damages.append(str(damage))
             warnings.warn(f"{folder.name} is damaged and passed over: {damage}", stacklevel=2)
@@ -63,7 +65,9 @@ def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, avera
         model = build_model(_find_recipe(checkpoint, recipe), source, "pass the recipe that it was trained with")
         stored = {name: tensor.read() for name, tensor in checkpoint.stored_state().strategy.items()}  # type: ignore[attr-defined]
     except FrozenBaseError as error:
-        raise UserError(f"{checkpoint.folder} refers to frozen weights, but {error}; put the file back") from None
+        raise UserError(
+            f"{checkpoint.folder} refers to frozen weights, but {error}; put the file back, or say where it is (base)"
+        ) from None
     ModuleState(model, ()).set_extra_state(stored)
     return model.to(device)
 

@@ -46,7 +46,9 @@ class HostInputs:
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a block's forward; a layer around it."""
-        inputs = {storage_key(value) for value in args if isinstance(value, Tensor) and value.is_contiguous()}
+        inputs = {
+            storage_key(value) for value in args if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        }
         with saved_tensors_hooks(partial(self._pack, inputs), self._unpack):
             return forward(*args, **kwargs)
 

@@ -125,6 +125,10 @@ def test_a_base_is_found_from_another_folder_and_where_it_was_moved(
     expected = logits(shoal.load(step))
     Chat(step)
     (tmp_path / "mine").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"mine.* does not exist; put the file back, or say where it is \(base\)"):
+        shoal.load(step)
+    torch.testing.assert_close(logits(shoal.load(step, base=tmp_path / "moved")), expected)
+    torch.testing.assert_close(logits(Chat(step, base=tmp_path / "moved").model), expected)
     export(step, tmp_path / "whole", "hf", base=tmp_path / "moved")
     found = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

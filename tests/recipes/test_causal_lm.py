@@ -452,10 +452,9 @@ def test_settings_that_do_not_fit_together_are_refused(text: dict[str, Any], sav
         "model.config.vocab_size = 100, but dataset.tokenizer = 'bytes' has 256 tokens",
         make_recipe({**LLAMA, "vocab_size": 100}, dataset=text).prepare_data,
     )
-    assert_refused(
-        "dataset.seq_length = 65: the model has max_position_embeddings = 64",
-        make_recipe(LLAMA, dataset={**text, "seq_length": 65}).prepare_data,
-    )
+    long = make_recipe(LLAMA, dataset={**text, "seq_length": 65})
+    for call in (long.prepare_data, lambda: long.view_data(1)):
+        assert_refused("dataset.seq_length = 65: the model has max_position_embeddings = 64", call)
     assert_refused(
         "model.revision = 'main': no effect with the folder",
         lambda: make_recipe(name=str(saved["one"]), revision="main"),

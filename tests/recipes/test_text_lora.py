@@ -267,9 +267,9 @@ def test_models_that_would_mix_packed_samples_are_refused(tmp_path: Path) -> Non
 
 def test_settings_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     long = check_run(tree(tmp_path, dataset={"max_seq_length": 512}))
-    assert_refused(
-        "dataset.max_seq_length = 512: the model has max_position_embeddings = 256; raise", lambda: make_recipe(long)
-    )
+    refusal = "dataset.max_seq_length = 512: the model has max_position_embeddings = 256; raise"
+    assert_refused(refusal, lambda: make_recipe(long))
+    assert_refused(refusal, lambda: long.make_recipe().view_data(1))  # what shoal data calls
     small = check_run(tree(tmp_path, {"config": {**LLAMA, "vocab_size": 100}}))
     assert_refused("model.config.vocab_size = 100, but dataset.tokenizer = ", lambda: make_recipe(small))
     config = tree(tmp_path)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.data import TextDataset
 from shoal.data.hub import hub
 from shoal.data.tokenizer import add_tokens
+from shoal.data.view import DataView
 from shoal.errors import UserError
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import (
@@ -111,7 +112,7 @@ class CausalLMRecipe(TextRecipe):
 
     def prepare_model(self) -> None:
         """Downloads the weights, and refuses data that the model cannot take."""
-        model, length = self.config.model, getattr(self.config.dataset, self.length_key)
+        model = self.config.model
         if model.name is not None:
             fetch_folder(model.name, model.revision, model.trust_remote_code)
             self.files  # noqa: B018  # refuses files that cannot be read, before the text is prepared
@@ -125,15 +126,29 @@ class CausalLMRecipe(TextRecipe):
                 f"model.added_tokens: {key} has {self._stored_vocabulary} tokens, fewer than dataset.tokenizer = "
                 f"{self.config.dataset.tokenizer!r} without them; use the model's tokenizer"
             )
-        longest = max_positions(text_config)
+        self._check_length()
+        if self.config.lora is not None:
+            with parameters_on_meta():
+                self.build_model()  # refuses targets that match nothing, before the text is prepared
+
+    def view_data(self, number: int) -> DataView:
+        self.check_length_of_local_model()
+        return super().view_data(number)
+
+    def check_length_of_local_model(self) -> None:
+        """Refuses sequences longer than the model's, unless it may have to be downloaded first."""
+        name = self.config.model.name
+        if name is None or Path(name).is_dir():
+            self._check_length()
+
+    def _check_length(self) -> None:
+        model, length = self.config.model, getattr(self.config.dataset, self.length_key)
+        longest = max_positions(self.transformers_config.get_text_config())
         if longest is not None and length > longest:
             raise UserError(
                 f"dataset.{self.length_key} = {length}: the model has max_position_embeddings = {longest}; "
                 + ("raise it in model.config" if model.config is not None else f"use {longest} or less")
             )
-        if self.config.lora is not None:
-            with parameters_on_meta():
-                self.build_model()  # refuses targets that match nothing, before the text is prepared
 
     @cached_property
     def folder(self) -> Path:
