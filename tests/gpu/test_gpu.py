@@ -255,6 +255,23 @@ def test_fp8_trains(tmp_path: Path, note: Callable[[str, str], None], head: bool
     note(f"Llama, fp8{', also the head' * head}, compiled, 30 steps", loss)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_of_blocks_in_host_memory_change_nothing(
+    tmp_path: Path, note: Callable[[str, str], None], compiled: bool
+) -> None:
+    models = []
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        folder.mkdir()
+        recompute = {"mode": "full", "offload": offload}
+        keys = {"mixed_precision": "bf16", "compile": compiled, "max_steps": 5, "activation_checkpointing": recompute}
+        models.append(train(check_run(llama(folder, **keys, deterministic=True))).model)
+        assert ("inputs in host memory" in (folder / "out" / "report.txt").read_text()) == offload
+    for plain, moved in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(moved, plain)
+    note(f"inputs of recomputed blocks in host memory{', compiled' * compiled}, 5 steps", "the same weights")
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_head_in_fp8_is_near_one_in_float64(note: Callable[[str, str], None], bias: bool, compiled: bool) -> None:

@@ -114,10 +114,10 @@ def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
     assert ("breaks, the last because of: Call to `torch._dynamo.graph_break()`" in row) is breaks
 
 
-def test_compiled_blocks_whose_inputs_go_to_the_host_are_recomputed_as_a_whole(
+def test_compiled_blocks_whose_inputs_go_to_the_host_are_recomputed_in_their_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recomputation inside of the graphs would not be counted, and nothing could move its inputs."""
+    """Which is not counted. As a whole, a block would compute its last product twice."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
     torch.compiler.reset()
@@ -125,7 +125,7 @@ def test_compiled_blocks_whose_inputs_go_to_the_host_are_recomputed_as_a_whole(
     recompute = {"activation_checkpointing": {"mode": "full", "offload": True}}
     before = num_recomputed()
     outcome = train(in_folder(bdh(tmp_path, **keys, **recompute), tmp_path / "out"))
-    assert num_recomputed() - before == 2 * 2
+    assert num_recomputed() == before
     report = (tmp_path / "out" / "report.txt").read_text()
     assert "2 modules, full" in report
     assert "2 modules, 1 graph, no breaks" in report
