@@ -33,16 +33,19 @@ OFFLOADED = {**CHUNKED, "activation_checkpointing": {"mode": "full", "offload": 
 LEAN = {"mixed_precision": "pure_bf16", "activation_checkpointing": "full", "loss_chunks": 8}
 ABOUT = (
     "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other "
-    "rows are shoal's strategies on the same batch, with each block compiled if nothing else is said; from the third "
-    "row on the loss is computed in 8 chunks (`loss_chunks: 8`). With `inputs on the host`, the inputs of recomputed "
-    "blocks wait in host memory (`activation_checkpointing.offload`). `lean` is pure_bf16 with full activation "
+    "rows are shoal's strategies on the same batch, with each block compiled if nothing else is said, and but for "
+    "`single` with the loss in 8 chunks (`loss_chunks: 8`). With `inputs on the host`, the inputs of recomputed blocks "
+    "wait in host memory (`activation_checkpointing.offload`). `lean` is pure_bf16 with full activation "
     'checkpointing, not compiled. "Rank 0 of N" is one rank of N, without the others: with torch\'s `fake` backend it '
-    "computes its part and uses the memory of its part, but it never waits for a network. `8B` is a Llama of 8 billion "
-    "parameters; alone on its GPU with 2 × 4096 tokens a step, beside transformers' model with its own "
-    "recomputation, each block compiled (`8B transformers`; with bf16 weights its updates are rounded to "
-    "nearest); as one rank of many in pure_bf16 with full activation checkpointing and 8 × 2048 tokens. A rank of "
-    "`tp 8` has an eighth of every layer, and a rank of `pp 4` a quarter of the layers, so there tokens/s are "
-    "those of the 8 or 4 ranks together; all their weights are one number, and no stage waits for another."
+    "computes its part and uses the memory of its part, but it never waits for a network."
+)
+ABOUT_LARGE = (
+    "`8B transformers` is transformers' model with its own recomputation and fused AdamW; with `bf16 weights` its "
+    "updates are rounded to nearest. The other rows are shoal's, in which `bf16 weights` are rounded stochastically "
+    "(`weights_dtype: bf16`). All compile each block. A rank of many is one without the others, in pure_bf16 with full "
+    "activation checkpointing and 8 × 2048 tokens. One of `tp 8` has an eighth of every layer, and one of `pp 4` a "
+    "quarter of the layers, so there tokens/s are those of the 8 or 4 ranks together; all their weights are one "
+    "number, and no stage waits for another."
 )
 SINGLE, DDP, FSDP = ({"strategy": name} for name in ("single", "ddp", "fsdp"))
 TP_FSDP = {"strategy": "mesh", "mesh": {"tp": 8, "dp_shard": 8}, "tensor": {"sequence_parallel": True}}
@@ -110,11 +113,11 @@ def main() -> None:
         )
         write_section(options.write, "fp8", f"{head} {ABOUT_FP8}\n\n{table_of(results, names[0])}")
     elif options.write:
-        size, tokens = ("8", "2 × 4096") if options.large else ("1.1", "8 × 2048")
+        size, tokens, about = ("8", "2 × 4096", ABOUT_LARGE) if options.large else ("1.1", "8 × 2048", ABOUT)
         head = (
             f"How fast does a Llama of {size} billion parameters train under each strategy on one GPU, and how much "
             f"memory does a rank need? Measured by `python benchmarks/llama.py{' --large' * options.large}` on "
-            f"{machine()}: {options.steps} steps after 4 for warm-up, {tokens} tokens a step.\n\n{ABOUT}"
+            f"{machine()}: {options.steps} steps after 4 for warm-up, {tokens} tokens a step.\n\n{about}"
         )
         heading = "Llama of 8 billion parameters" if options.large else "Llama"
         write_section(options.write, heading, f"{head}\n\n{table_of(results, names[0])}")

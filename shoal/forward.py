@@ -58,9 +58,10 @@ def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | 
     for module in modules:
         forward = module.forward
         if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
-            name = f"forward_of_{type(module).__name__}_{next(_NUMBERS)}"
-            code = codes.setdefault(type(module), forward.__code__.replace(co_name=name))
-            forward = wraps(forward)(FunctionType(code, forward.__globals__, closure=forward.__closure__))
+            kind = type(module)
+            if kind not in codes:
+                codes[kind] = forward.__code__.replace(co_name=f"forward_of_{kind.__name__}_{next(_NUMBERS)}")
+            forward = wraps(forward)(FunctionType(codes[kind], forward.__globals__, closure=forward.__closure__))
         module.forward = torch.compile(forward, options=dict(options)) if options else torch.compile(forward)
         viewed = [member for member in module.modules() if _VIEWS in vars(member)]
         if viewed:

@@ -13,7 +13,7 @@ from shoal.torch_private import replace_in_graphs
 _LIBRARY = Library("shoal", "FRAGMENT")
 _COMPUTED_BY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """By operator, the function that computes it, and the one that makes an empty result."""
-_IN_GRAPH = "_in_graph"
+IN_GRAPH = "_in_graph"
 """What the name of an operator ends with where a compiled graph calls it."""
 
 
@@ -40,12 +40,7 @@ def give_gradient(name: str, backward: Callable[..., Any], keep: Callable[..., A
     a graph of torch.compile that has been answered: it calls a second operator, which has no derivative.
     """
     register_autograd(f"shoal::{name}", backward, setup_context=keep)
-    replace_in_graphs(f"shoal::{name}", _define(name + _IN_GRAPH, *_COMPUTED_BY[name]))
-
-
-def forms_of(name: str) -> list[Any]:
-    """Returns an operator that has a derivative, and what graphs call in its place."""
-    return [getattr(torch.ops.shoal, name), getattr(torch.ops.shoal, name + _IN_GRAPH)]
+    replace_in_graphs(f"shoal::{name}", _define(name + IN_GRAPH, *_COMPUTED_BY[name]))
 
 
 def _define(name: str, function: Callable[..., Any], empty: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
 from torch import _foreach_sign_ as foreach_sign_
 from torch import _foreach_zero_ as foreach_zero_
+from torch._guards import CompileContext  # in which torch.compile makes a graph; see replace_in_graphs
 from torch._subclasses.fake_tensor import FakeTensor  # what a planner computes with; see is_fake
 
 # What torch.compile traces with, and triton_op replaces an operator in; see replace_in_graphs.
@@ -180,10 +181,13 @@ def is_fake(tensor: Tensor) -> bool:
 def replace_in_graphs(name: str, function: Callable[..., Any]) -> None:
     """Makes graphs of torch.compile call a function in the place of an operator, below the operator's derivative.
 
-    As torch.library.triton_op does it, for which torch has no public way.
+    As torch.library.triton_op does it, for which torch has no public way. Not those of torch.export, which may be
+    differentiated.
     """
 
-    def call(mode: Any, _: Any, types: Sequence[type], args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    def call(mode: Any, operator: Any, types: Sequence[type], args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if CompileContext.current_compile_id() is None:
+            return mode.__torch_dispatch__(operator, types, args, kwargs)
         if any(kind not in (Tensor, FunctionalTensor) and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented
         with mode:

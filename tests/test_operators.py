@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.lora.dropout import drop, dropped_product
-from shoal.operators import forms_of
 
 SEED = torch.tensor(3)
 
@@ -60,14 +59,31 @@ def test_graphs_call_a_form_that_asks_for_no_gradient() -> None:
     for found, expected in zip(gradients(compiled), gradients(dropped_product), strict=True):
         assert found is not None
         assert torch.equal(found, expected)
-    plain, in_graph = (form.default for form in forms_of("dropped_product"))
-    assert in_graph in called
-    assert plain not in called
-    plain, in_graph = (form.default for form in forms_of("drop"))
+    assert torch.ops.shoal.dropped_product_in_graph.default in called
+    assert dropped_product not in called
+    in_graph, x = torch.ops.shoal.drop_in_graph.default, torch.randn(3, 16)
     with torch.no_grad():
-        assert python_calls(in_graph, torch.randn(3, 16), SEED, 0.3) < python_calls(
-            plain, torch.randn(3, 16), SEED, 0.3
-        )
+        assert python_calls(in_graph, x, SEED, 0.3) < python_calls(drop, x, SEED, 0.3)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.shoal.dropped_product(x, self.weight, self.weight.detach(), SEED, 0.3, 0.5)
+
+
+def test_an_exported_program_can_be_trained() -> None:
+    module, x = Dropping(), torch.randn(3, 16)
+    exported = torch.export.export(module, (x,)).run_decompositions({}).module()
+    for one in (module, exported):
+        one(x).square().sum().backward()
+    (found,) = exported.parameters()
+    assert found.grad is not None
+    assert module.weight.grad is not None
+    assert torch.equal(found.grad, module.weight.grad)
 
 
 def nothing(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from shoal.operators import forms_of, give_gradient, operator
+from shoal.operators import give_gradient, operator
 from shoal.tensors import autocast_dtype, tiles_ahead, why_no_triton
 
 MAX_RANK = 128
@@ -308,7 +308,7 @@ def _padded(rank: int) -> int:
     return max(16, 1 << (rank - 1).bit_length())
 
 
-@register_flop_formula([*forms_of("dropped_product"), torch.ops.shoal.dropped_product_to_input])
+@register_flop_formula([torch.ops.shoal.dropped_product, torch.ops.shoal.dropped_product_to_input])
 def _(left: tuple[int, ...], factor: tuple[int, ...], *args: Any, **options: Any) -> int:
     return 2 * prod(left[:-1]) * prod(factor)
 

@@ -90,7 +90,7 @@ class AdaptedLayer(nn.Module):
     adapter_parts: tuple[str, ...]
     """The names of the modules and attributes that make up the adapter."""
     has_small_matrices = True
-    """What torch.compile may launch together; see transform/compile.py."""
+    """Says that a GPU may wait for the host to launch the kernels of so small matrices; see transform/compile.py."""
 
 
 class LowRankLayer(AdaptedLayer):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shoal.errors import UserError
 from shoal.forward import computes_as_linear
-from shoal.operators import forms_of, give_gradient, operator
+from shoal.operators import give_gradient, operator
 from shoal.quantised.library import import_bitsandbytes
 from shoal.quantised.schemes import EightBit, FourBit, Part, Scheme
 from shoal.torch_private import version_of
@@ -162,7 +162,7 @@ def _multiply_backward(ctx: Any, gradient: Tensor) -> Any:
 give_gradient("multiply_4bit", _multiply_backward, keep=_keep_for_backward)
 
 
-@register_flop_formula(forms_of("multiply_4bit"))
+@register_flop_formula(torch.ops.shoal.multiply_4bit)
 def _(input: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
     left = args[3]
     rank = 0 if left is None else left[-1]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
+from shoal.operators import IN_GRAPH
 from shoal.seeding import GeneratorsKept, HostStates
 from shoal.tensors import module_state_kept
 from shoal.torch_private import BATCH_NORM
@@ -35,7 +36,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _KEY = "training.activation_checkpointing"
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
-_PRODUCTS |= {"shoal::multiply_4bit", "shoal::dropped_product"}
+_PRODUCTS |= {"shoal::multiply_4bit"}
+_SMALL = "shoal::dropped_product"
+"""The first product of an adapter. Its outputs are small, and take nearly as long to compute as those of the second."""
 
 
 def apply_activation_checkpointing(
@@ -87,10 +90,8 @@ def _recompute_all(
 
 
 def _recompute_but_small(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `_recompute_all`, but a compiled block keeps the small outputs of its adapters' first products.
-
-    They take 1% of the memory of all activations, and nearly as long to compute as the outputs of the adapters.
-    """
+    """As `_recompute_all`, but a compiled block keeps the small outputs of its adapters' first products, which take 1%
+    of the memory of all activations."""
     if not torch.compiler.is_compiling():
         return _recompute_all(forward, *args, **kwargs)
     kwargs.pop("with_state_of", None)
@@ -139,11 +140,11 @@ class _Recomputing(AbstractContextManager[None]):
     times = 0
 
     def __init__(self, inner: AbstractContextManager[Any], forward: _Forward, block: nn.Module | None) -> None:
-        self._inner, self._forward = inner, forward
-        self._state = module_state_kept([block] if block else [])
+        self._inner, self._forward, self._block = inner, forward, block
 
     def __enter__(self) -> None:
         _Recomputing.times += 1
+        self._state = module_state_kept([self._block] if self._block else [])
         self._state.__enter__()  # outside of `inner`, which would take its copies for a part of the block
         self._inner.__enter__()
         self._generators = GeneratorsKept(self._forward.states)
@@ -177,8 +178,8 @@ def _kept_if_small() -> Contexts:
 
 def _small_policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keeps the outputs of adapters' first products, and the numbers that say what these drop."""
-    name = operation.name().partition(".")[0]
-    keep = name == "shoal::dropped_product" or (name == "aten::randint" and [] in args)
+    is_seed = operation.name().partition(".")[0] == "aten::randint" and [] in args
+    keep = _kind(operation) == "small" or is_seed
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -195,7 +196,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
         else:
             # Attention with dropout draws random numbers. The recomputation must draw them too, or later draws would
             # differ from those of the forward.
-            keep = kind == "communication" or (kind == "attention" and not _drops(args, kwargs))
+            keep = kind in ("communication", "small") or (kind == "attention" and not _drops(args, kwargs))
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
@@ -203,9 +204,11 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
 @cache
 def _kind(operation: Any) -> str:
-    name: str = operation.name().partition(".")[0]
+    name: str = operation.name().partition(".")[0].removesuffix(IN_GRAPH)  # of compiled blocks that are inside
     if name in _PRODUCTS:
         return "product"
+    if name == _SMALL:
+        return "small"
     if name.endswith("_"):  # it works in place, so there is no output to keep
         return "other"
     if name.startswith("_c10d_functional::"):

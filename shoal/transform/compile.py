@@ -31,14 +31,14 @@ class CompiledModules:
         for module in self.modules:
             add_layer(module, layer)
 
-    def compile(self, device: torch.device | None = None) -> None:
+    def compile(self, device: torch.device) -> None:
         """Compiles `forward` alone, not `__call__`, so that hooks such as those of fully_shard stay outside.
 
         On a GPU, modules with adapters get fewer and larger kernels: each of their matrices is cast by itself, and the
         host takes longer to launch so many small kernels than the GPU to compute them.
         """
-        on_gpu = device is not None and device.type == "cuda"
-        small = on_gpu and any(getattr(m, "has_small_matrices", False) for root in self.modules for m in root.modules())
+        members = (member for module in self.modules for member in module.modules())
+        small = device.type == "cuda" and any(getattr(member, "has_small_matrices", False) for member in members)
         compile_forwards(self.modules, LAUNCHED_TOGETHER if small else None)
 
     def check_around(self, modules: list[nn.Module], key: str) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UserError
 from shoal.forward import add_layer
-from shoal.torch_private import storage_key
+from shoal.torch_private import storage_key, version_of
 
 
 def keep_inputs_on_host(blocks: list[nn.Module], device: torch.device) -> HostInputs:
@@ -29,7 +29,10 @@ def keep_inputs_on_host(blocks: list[nn.Module], device: torch.device) -> HostIn
 
 
 class HostInputs:
-    """What the blocks of a model keep in host memory: their positional inputs."""
+    """What the blocks of a model keep in host memory: those of their positional inputs that need a gradient.
+
+    Tables that all blocks share stay where they are, and so do inputs whose elements overlap in memory.
+    """
 
     def __init__(self, device: torch.device):
         if device.type not in ("cuda", "cpu"):
@@ -47,32 +50,42 @@ class HostInputs:
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a block's forward; a layer around it."""
         inputs = {
-            storage_key(value) for value in args if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            storage_key(value): value
+            for value in args
+            if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
         }
-        with saved_tensors_hooks(partial(self._pack, inputs), self._unpack):
-            return forward(*args, **kwargs)
+        try:
+            with saved_tensors_hooks(partial(self._pack, inputs), self._unpack):
+                return forward(*args, **kwargs)
+        finally:
+            inputs.clear()  # torch keeps the function until the backward
 
-    def _pack(self, inputs: set[int], tensor: Tensor) -> Tensor | _OnHost:
-        """Moves a tensor that is saved for the backward, if it is an input; a compiled block also saves others, and
-        wants their strides to stay."""
-        if not tensor.is_floating_point() or not tensor.is_contiguous() or storage_key(tensor) not in inputs:
-            return tensor
-        kept = _OnHost(tensor, self._last())
+    def _pack(self, inputs: dict[int, Tensor], tensor: Tensor) -> _Kept:
+        """Takes a tensor that is saved for the backward, and moves it if it is an input; a compiled block also saves
+        others."""
+        source = inputs.get(storage_key(tensor))
+        values = None
+        if source is not None and tensor.is_floating_point() and tensor.numel():
+            values = torch.empty_like(tensor, device="cpu", pin_memory=self._has_streams)
+        if source is None or values is None or values.stride() != tensor.stride():
+            return _Kept(tensor)
+        kept = _OnHost(source, tensor, values, self._last())
         self._last = weakref.ref(kept)
         self.num_kept += 1
         if not self._has_streams:
-            kept.values = tensor.clone()
+            values.copy_(tensor)
             return kept
-        kept.values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._out.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._out):
-            kept.values.copy_(tensor, non_blocking=True)
+            values.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._out)  # its memory is not used again before it was copied
         return kept
 
-    def _unpack(self, kept: Tensor | _OnHost) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def _unpack(self, kept: _Kept) -> Tensor:
+        kept.check()
+        if not isinstance(kept, _OnHost):
+            assert kept.tensor is not None
+            return kept.tensor
         self._fetch(kept)
         before = kept.before()
         if before is not None:
@@ -100,13 +113,30 @@ class HostInputs:
             kept.arrived = self._in.record_event()
 
 
-class _OnHost:
-    """A tensor in host memory."""
+class _Kept:
+    """A tensor that is saved for the backward. torch checks none that a hook has taken."""
 
-    values: Tensor
+    def __init__(self, tensor: Tensor):
+        self.tensor: Tensor | None = tensor
+        self._source, self._version = weakref.ref(tensor), version_of(tensor)
 
-    def __init__(self, tensor: Tensor, before: _OnHost | None):
-        self.device = tensor.device
+    def check(self) -> None:
+        """Raises an error if the tensor was changed, and so is not what the forward computed with."""
+        source = self._source()
+        if source is not None and version_of(source) != self._version:
+            raise RuntimeError(
+                f"a tensor {tuple(source.shape)} that the forward of a recomputed block was given, or keeps for its "
+                "backward, was modified by an inplace operation"
+            )
+
+
+class _OnHost(_Kept):
+    """An input of a block in host memory; `source` is the tensor that the block was called with."""
+
+    def __init__(self, source: Tensor, tensor: Tensor, values: Tensor, before: _OnHost | None):
+        super().__init__(source)
+        self.tensor = None
+        self.device, self.values = tensor.device, values
         self.before: Callable[[], _OnHost | None] = weakref.ref(before) if before is not None else lambda: None
         """The tensor that was moved before this one, and so is needed after it; none if its backward is over."""
         self.fetched: Tensor | None = None

@@ -57,7 +57,7 @@ def llama(mode: str, compiled: bool, dropout: float = 0.05) -> Any:
     modules = CompiledModules(model, plan) if compiled else None
     apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode=mode))
     if modules:
-        modules.compile()
+        modules.compile(torch.device("cpu"))
     return model.train()
 
 
@@ -117,6 +117,24 @@ def test_the_last_product_is_not_repeated(quick_compile: None, monkeypatch: pyte
     assert times == [7 + 6 + 7]  # forward, recomputation, gradients of inputs
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_keeps_every_second_product_with_the_base(
+    quick_compile: None, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """And the first product of each adapter, which does not count, or every second one would always be of that kind."""
+    model = llama("selective", compiled)
+    run_block(model)[1].sum().backward()
+    output, times, dequantise = run_block(model)[1], [0], FourBit.dequantise
+
+    def counted(*args: Any) -> Tensor:
+        times[0] += 1
+        return dequantise(*args)
+
+    monkeypatch.setattr(FourBit, "dequantise", counted)
+    output.sum().backward()
+    assert times == [7 + 3]  # gradients of inputs, and every second product again
+
+
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_compiling_changes_no_gradient(quick_compile: None, mode: str) -> None:
     results = []
@@ -147,7 +165,7 @@ def test_masks_are_drawn_again_as_they_were(monkeypatch: pytest.MonkeyPatch, bac
         nn.init.zeros_(layer.weight)
     apply_kernels(model, "fused", torch.device("cpu"))
     modules = CompiledModules(model, ParallelPlan(blocks=("0",)))
-    modules.compile()
+    modules.compile(torch.device("cpu"))
     x, outputs = torch.randn(64, 32, requires_grad=True), []
     for _ in range(2):
         x.grad = None

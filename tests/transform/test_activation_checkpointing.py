@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import weakref
 from typing import Any
@@ -23,7 +24,7 @@ from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
 from shoal.models.bdh import BDH, BDHConfig
 from shoal.torch_private import TorchDispatchMode, compile_counts
-from shoal.transform.activation_checkpointing import apply_activation_checkpointing, num_recomputed
+from shoal.transform.activation_checkpointing import _kind, apply_activation_checkpointing, num_recomputed
 from shoal.transform.chunked_loss import ChunkedHead
 from shoal.transform.compile import CompiledModules
 from shoal.types import ParallelPlan
@@ -261,6 +262,27 @@ def test_a_chunked_head_keeps_its_forward() -> None:
     assert head.num_scored == 1
 
 
+def test_a_second_backward_recomputes_again() -> None:
+    model, plan, inputs = stack()
+    apply_activation_checkpointing(model, plan, settings("full"))
+    loss = model(inputs).square().sum()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    loss.backward()
+    for parameter, expected in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+@pytest.mark.parametrize("name", ["multiply_4bit", "dropped_product"])
+def test_operators_of_graphs_count_as_what_they_stand_for(name: str) -> None:
+    """Compiled blocks may be inside of a module that is recomputed."""
+    importlib.import_module("shoal.quantised.layers")  # defines them
+    importlib.import_module("shoal.lora.dropout")
+    kinds = [_kind(getattr(torch.ops.shoal, name + end).default) for end in ("", "_in_graph")]
+    assert kinds == [{"multiply_4bit": "product", "dropped_product": "small"}[name]] * 2
+
+
 def test_evaluation_recomputes_nothing() -> None:
     model, plan, inputs = bdh()
     apply_activation_checkpointing(model, plan, settings("selective"))
@@ -294,7 +316,7 @@ def test_like_blocks_share_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch)
     model, plan, inputs = stack(num_blocks=12)
     apply_activation_checkpointing(model, plan, settings(mode))
     compiled = CompiledModules(model, plan)
-    compiled.compile()
+    compiled.compile(torch.device("cpu"))
     assert len(compiled.modules) == 12
     before = compile_counts().graphs
     for _ in range(2):
@@ -306,7 +328,7 @@ def test_hooks_stay_outside_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch)
     compile_light(monkeypatch)
     model, plan, inputs = stack(num_blocks=2)
     apply_activation_checkpointing(model, plan, settings("full"))
-    CompiledModules(model, plan).compile()
+    CompiledModules(model, plan).compile(torch.device("cpu"))
     compiling = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: compiling.append(torch.compiler.is_compiling()))
@@ -348,7 +370,7 @@ def sharded(mode: str, compiled: bool) -> list[Tensor]:
     head = ChunkedHead(model, plan, 3)
     apply_activation_checkpointing(model, plan, settings(mode))
     if compiled:
-        CompiledModules(model, plan).compile()
+        CompiledModules(model, plan).compile(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
     for name in (*plan.blocks, "head"):
         fully_shard(model.get_submodule(name), mesh=mesh)
@@ -387,7 +409,7 @@ def test_compiled(build: Any, mode: str) -> None:
             module.p = 0.0
     expected = run(model, inputs)
     apply_activation_checkpointing(model, plan, settings(mode))
-    CompiledModules(model, plan).compile()
+    CompiledModules(model, plan).compile(torch.device("cpu"))
     for value, wanted in zip(run(model, inputs), expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-10)
 

@@ -219,7 +219,7 @@ def test_graphs_of_a_model_are_not_made_for_the_sizes_of_another(monkeypatch: py
     torch.compiler.reset()
     for width in (4, 6, 8):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-        CompiledModules(model, ParallelPlan(blocks=("0", "1"))).compile()
+        CompiledModules(model, ParallelPlan(blocks=("0", "1"))).compile(torch.device("cpu"))
         model(torch.ones(width + 1, width))
     assert sizes == [[]] * 6  # of each model two, because the first input needs no gradient
 
@@ -249,7 +249,7 @@ def test_the_tenth_model_in_a_process_is_still_compiled(monkeypatch: pytest.Monk
     graphs = compile_counts().graphs
     for number in range(10):
         compiled = CompiledModules(nn.Linear(2, number + 1), ParallelPlan())
-        compiled.compile()
+        compiled.compile(torch.device("cpu"))
         compiled.modules[0](torch.ones(1, 2))
         assert compiled.eager_calls == 0
     assert compile_counts().graphs - graphs == 10
