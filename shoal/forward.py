@@ -7,6 +7,7 @@ fully_shard gathers weights, stay outside of all layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
 from itertools import count
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from shoal.errors import UserError
 from shoal.torch_private import break_graph
 
 Layer = Callable[..., Any]
@@ -27,17 +29,40 @@ _NUMBERS = count()
 
 
 def add_layer(module: nn.Module, layer: Layer) -> None:
-    """Puts a layer around the module's forward.
+    """Puts a layer around the module's forward. A deep copy of the module has none.
 
     Every layer is called from the same few lines, so that torch.compile makes one graph for blocks that are alike.
     """
     inner = module.forward
+    if "__deepcopy__" not in vars(module):
+        vars(module)["__deepcopy__"] = partial(_copy_without_layers, module, vars(module).get("forward"))
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return layer(inner, *args, **kwargs)
 
     module.forward = forward
+
+
+def _copy_without_layers(module: nn.Module, forward: Callable[..., Any] | None, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy of a module that has its first forward: layers compute with the weights of the original."""
+    kind = type(module)
+    own = getattr(kind, "__deepcopy__", None)
+    if own is not None:  # as of modules that fully_shard has changed
+        return own(module, memo)
+    copied = memo[id(module)] = kind.__new__(kind)
+    state = {name: value for name, value in vars(module).items() if name not in ("forward", "__deepcopy__")}
+    if _VIEWS in state:
+        forward = _refuse_to_compute
+    vars(copied).update(copy.deepcopy(state | ({"forward": forward} if forward is not None else {}), memo))
+    return copied
+
+
+def _refuse_to_compute(*args: Any, **kwargs: Any) -> Any:
+    raise UserError(
+        "this copy of a module has its weights, and cannot compute with them, because the module sees others in their "
+        "place; build the model again and give it the weights (load_state_dict), or use shoal.load"
+    )
 
 
 def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema import ActivationCheckpointingConfig
+from shoal.errors import UserError
 from shoal.forward import add_layer, compile_forwards, view_parameters
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import add_adapters
@@ -239,6 +241,39 @@ def test_kernels_of_adapters_are_launched_together_on_a_gpu(
     options = given.get("options", {})
     assert options.get("combo_kernels", False) == together
     assert {*options} <= {*torch._inductor.list_options()}
+
+
+def test_a_deep_copy_computes_with_its_own_weights() -> None:
+    """As the teacher or the average of a hook; a layer would call the forward of the original."""
+    model, x = nn.Sequential(Block(), Block()), torch.randn(3, 8)
+    expected = model(x).detach()
+    apply_activation_checkpointing(model, ParallelPlan(blocks=("0", "1")), ActivationCheckpointingConfig(mode="full"))
+    for module in model:
+        add_layer(module, lambda forward, x: forward(x))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(x), expected)
+    assert copy.deepcopy(copied)[0].up is not copied[0].up  # type: ignore[union-attr]
+    assert {*vars(copied[0])} == {*vars(Block())}
+
+
+def test_a_deep_copy_keeps_a_forward_of_its_own() -> None:
+    module = nn.Linear(2, 2)
+    module.forward = lambda x: x + 1  # type: ignore[method-assign]
+    add_layer(module, lambda forward, x: 2 * forward(x))
+    assert module(1) == 4
+    assert copy.deepcopy(module)(1) == 2
+
+
+def test_a_deep_copy_of_a_module_with_views_refuses_to_compute() -> None:
+    layer = nn.Linear(4, 2)
+    view_parameters(layer, lambda parameter: 2 * parameter)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.state_dict()["weight"], layer.state_dict()["weight"])
+    with pytest.raises(UserError, match="this copy of a module has its weights, and cannot compute"):
+        copied(torch.ones(1, 4))
 
 
 def test_the_tenth_model_in_a_process_is_still_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
