@@ -300,7 +300,7 @@ def _updates_of(optimizer: str, reference: Trace, ranks: list[Trace]) -> list[Ch
     if missing := one.moments.keys() ^ first.moments.keys():
         state = Check(f"optimizer state{suffix}", False, f"{sorted(missing)[0]} is kept in only one of the two")
     else:
-        allowed = {key: UPDATE_BOUND * moment.norm().item() + 1e-30 for key, moment in one.moments.items()}
+        allowed = {key: UPDATE_BOUND * moment.double().norm().item() + 1e-30 for key, moment in one.moments.items()}
         state = _within(f"optimizer state{suffix}", one.moments, first.moments, allowed)
     updates = {
         f"update alone{suffix}": (reference.start, one.updated, first.updated),
@@ -351,7 +351,9 @@ def _rounded_updates(reference: Trace, ranks: list[Trace]) -> list[Check]:
 
 def _within(name: str, expected: dict[str, Tensor], got: dict[str, Tensor], allowed: dict[str, float]) -> Check:
     """Checks that no tensor differs by more than `allowed`, and names the worst one."""
-    errors = {key: (expected[key] - got[key]).norm().item() / max(bound, 1e-30) for key, bound in allowed.items()}
+    errors = {
+        key: (expected[key] - got[key]).double().norm().item() / max(bound, 1e-30) for key, bound in allowed.items()
+    }
     worst = max(errors, key=lambda key: inf if isnan(errors[key]) else errors[key], default="-")
     error = errors.get(worst, 0.0)
     return Check(name, error <= 1, f"{error:.2g} × the allowed difference, worst tensor {worst}")
