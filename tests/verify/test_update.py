@@ -42,6 +42,12 @@ def faults_in(precision: str, layouts: list[str], default: str) -> list[Any]:
     ]
 
 
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the package bitsandbytes is not installed")
+def test_an_optimizer_that_keeps_a_count_as_an_integer_is_compared(pool2: Pool) -> None:
+    (verdict,) = prove(ragged(optimizer="paged_adamw_32bit"), 2, ["ddp"], steps=2, runner=runner_on(pool2))
+    assert not failed(verdict)
+
+
 @pytest.mark.parametrize(
     ("precision", "layout", "fault"),
     [
