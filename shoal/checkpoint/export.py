@@ -86,7 +86,8 @@ def export(
     if adapter_only or (to == "peft" and checkpoint.base):
         notes = (f"only the adapter, for frozen weights in {files}", *notes)
     elif checkpoint.base:
-        notes = (f"{len(checkpoint.base)} frozen tensors are from {files}", *notes)
+        number = len({(piece.path, piece.key) for tensor in checkpoint.base.values() for piece in tensor.pieces})
+        notes = (f"{number} frozen tensors are from {files}", *notes)
     return {
         "path": str(out),
         "kind": to,

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.store import Checkpoint
 from shoal.checkpoint.trained_model import Source, build_model, built_in_recipe, compare, make_recipe, same_bits
 from shoal.config.run import import_recipe
@@ -34,7 +35,7 @@ from shoal.lora.adapters import (
 from shoal.lora.layers import LowRankLayer
 from shoal.lora.peft_folder import config_for_peft, name_in_folder, write_adapter
 from shoal.lora.trained_tokens import token_indices
-from shoal.quantised import dequantise, quantised_layers
+from shoal.quantised import FourBit, dequantise, quantised_layers
 from shoal.tensors import DTYPES
 from shoal.weights.conversion import open_safetensors
 
@@ -73,6 +74,7 @@ def write_hf(source: Source, folder: Path) -> tuple[str, ...]:
             merged = _merge(model, source, recipe.config.model.dtype)
             if quantised and source.merge_into == "original":  # another model than the one that was trained
                 expected_logits = _logits(recipe, model, tokens)
+        vars(model).pop("save_pretrained", None)  # what refuses adapters that are not merged
         model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         source.num_written = sum(len(open_safetensors(file).keys()) for file in folder.glob("*.safetensors"))
         attention, dtype = model.config._attn_implementation, model.dtype
@@ -104,8 +106,8 @@ def _compare_merges(recipe: Any, model: Any, source: Source, tokens: Tensor) -> 
             continue
         with _computing_merged(model, source if kind == "original" else None):
             difference = (_logits(recipe, model, tokens) - trained).abs().max() / trained.abs().max().clamp(min=1e-6)
-        found.append(f"{difference:.1%} of the largest logit if merged into the {kind} weights")
-    return f"logits differ from those of the trained model, whose base is quantised, by {', by '.join(found)}"
+        found.append(f"{difference:.1%} of the largest logit with --merge-into {kind}")
+    return f"logits differ from those of the trained model, whose base is quantised, by {' and by '.join(found)}"
 
 
 @contextmanager
@@ -176,6 +178,13 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
         config = config_for_peft(model, recipe.config.lora, base, section.revision, trained_tokens)
         write_adapter(folder, tensors, config, digests, recipe.added_tokens)
         notes = _write_tokenizer(transformers, recipe, folder)
+        if base is None:
+            notes += (
+                "adapter_config.json names no base, because the model was built from model.config; write the folder of "
+                "its weights into base_model_name_or_path",
+            )
+        if quantised:
+            notes += (f"to compute as in the training, load the base with {_bitsandbytes_config(checkpoint, recipe)}",)
         if recipe.added_tokens:
             rows = len(model.get_input_embeddings().weight)
             notes += (
@@ -192,6 +201,17 @@ def write_peft(source: Source, folder: Path) -> tuple[str, ...]:
     how = _compare_logits(logits, expected_logits, dtype)
     whose = f"the checkpoint's model{WITHOUT_BITS * quantised}"
     return (f"opened by PEFT, its logits equal those of {whose} {how}", *notes)
+
+
+def _bitsandbytes_config(checkpoint: Checkpoint, recipe: Any) -> str:
+    """Returns the call of transformers that quantises a base as this run did."""
+    scheme = recipe.scheme
+    if not isinstance(scheme, FourBit):
+        return f"BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold={scheme.threshold})"
+    precision = as_dict(as_dict(checkpoint.manifest.get("config")).get("training")).get("mixed_precision")
+    compute = scheme.compute or {"bf16": "bfloat16", "fp16": "float16"}.get(str(precision), "float32")
+    options = f"bnb_4bit_quant_type={scheme.quant_type!r}, bnb_4bit_use_double_quant={scheme.double}"
+    return f"BitsAndBytesConfig(load_in_4bit=True, {options}, bnb_4bit_compute_dtype=torch.{compute})"
 
 
 def _trained_for_peft(model: Any, source: Source) -> dict[str, Tensor]:

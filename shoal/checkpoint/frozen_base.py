@@ -66,11 +66,14 @@ class FrozenBaseAltered(FrozenBaseError):
 
 
 class BaseFiles(MappedFiles):
-    """Files of a frozen base; `sizes` maps them to their sizes in bytes, as far as known."""
+    """Files of a frozen base; `sizes` maps them to their sizes in bytes, as far as known.
 
-    def __init__(self, sizes: Mapping[Path, int] | None = None):
+    `are_others` says that these are not the files that the run read, but others that a user has named.
+    """
+
+    def __init__(self, sizes: Mapping[Path, int] | None = None, are_others: bool = False):
         super().__init__({})
-        self.sizes = sizes or {}
+        self.sizes, self._are_others = sizes or {}, are_others
 
     def check(self, path: Path) -> None:
         """Raises FrozenBaseError if a file is missing or has another size. Does not read it."""
@@ -84,7 +87,8 @@ class BaseFiles(MappedFiles):
             raise FrozenBaseAltered(f"{path} was altered: it has {size} bytes, but had {self.sizes[path]}")
 
     def damage(self, path: Path, error: Exception) -> Exception:
-        return FrozenBaseAltered(f"{path} was altered: {one_line(error)}")
+        problem = "has other weights" if self._are_others else "was altered"
+        return FrozenBaseAltered(f"{path} {problem}: {one_line(error)}")
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ def find_base_in(place: Path, tensors: Mapping[str, BaseTensor]) -> dict[str, Ba
     if not place.exists():
         raise UserError(f"--base {place}: no such file or folder")
     paths = files_by_tensor(sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
-    files = BaseFiles()
+    files = BaseFiles(are_others=True)
     if missing := [piece.key for tensor in tensors.values() for piece in tensor.pieces if piece.key not in paths]:
         raise UserError(f"--base {place} has no tensor {missing[0]!r}, which the checkpoint refers to")
     pieces = {name: tuple(replace(piece, path=paths[piece.key]) for piece in t.pieces) for name, t in tensors.items()}

@@ -126,9 +126,11 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], allowed: list
     """
     for key, now, then in changed_keys(checkpoint, config):
         if not is_allowed(key, allowed):
+            is_base = key == "model.name" and checkpoint.base
+            only_if = " (shoal then checks that the same weights are there)" if is_base else ""
             raise UserError(
                 f"{key} = {now!r}, but {checkpoint.folder} was saved with {then!r}; set it back, choose another "
-                "experiment.output_dir, or list it in checkpoint.allow_changed"
+                f"experiment.output_dir, or list it in checkpoint.allow_changed{only_if}"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.frozen_base import BaseTensor
+from shoal.checkpoint.frozen_base import BaseTensor, FrozenBaseMissing
 from shoal.checkpoint.inspect import as_dict
 from shoal.checkpoint.latest import check_same_model
 from shoal.checkpoint.pieces import StoredTensor
@@ -132,7 +132,8 @@ def built_in_recipe(checkpoint: Checkpoint, reader: str, advice: str) -> tuple[s
 def _at_base(sections: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns sections whose `model.name` is the folder of the frozen weights, if it is a path that is not there.
 
-    They may have been moved, or the path may have been relative to another folder.
+    They may have been moved, or the path may have been relative to another folder. Raises FrozenBaseMissing if they are
+    nowhere: an error about `model.name`, which nobody set now, would not help.
     """
     model, dataset = (as_dict(sections.get(key)) for key in ("model", "dataset"))
     name = model.get("name")
@@ -140,6 +141,8 @@ def _at_base(sections: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]
     if not isinstance(name, str) or Path(name).exists() or len(folders) != 1:
         return sections
     (folder,) = folders
+    if Path(name).name == folder.name and not folder.exists():  # so it was no name on the Hub
+        raise FrozenBaseMissing(f"{folder} does not exist")
     if not (folder / "config.json").is_file():
         return sections
     moved = {**sections, "model": {**model, "name": str(folder)}}

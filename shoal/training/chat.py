@@ -12,7 +12,7 @@ from shoal.checkpoint import find_latest_checkpoint, step_folders
 from shoal.checkpoint.inspect import open_step_folder
 from shoal.checkpoint.trained_model import built_in_recipe, make_recipe
 from shoal.errors import UserError, one_line
-from shoal.training.load import load
+from shoal.training.load import base_needed, load
 from shoal.training.preview import without_cudnn_attention
 
 Print = Callable[[str], None]
@@ -38,7 +38,8 @@ class Chat:
         folder = find_latest_checkpoint(path) if step_folders(path) else path
         if folder is None:
             raise UserError(f"{path}: all its checkpoints are damaged; choose another run")
-        name, sections = built_in_recipe(open_step_folder(folder, base), "shoal chat", "use shoal.load in Python")
+        with base_needed(folder):
+            name, sections = built_in_recipe(open_step_folder(folder, base), "shoal chat", "use shoal.load in Python")
         self.recipe = make_recipe(name, sections)
         if not hasattr(self.recipe, "transformers_config"):
             raise UserError(f"{folder} was trained by recipe {name}, which has no model to talk to; use causal_lm")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,16 +62,24 @@ def load(
 
 
 def _load(checkpoint: Checkpoint, recipe: Any, device: str | torch.device, average: str) -> nn.Module:
-    try:
+    with base_needed(checkpoint.folder):
         source = Source(checkpoint, dtype=None, adapter_only=False, average=_callback_of(checkpoint, average))
         model = build_model(_find_recipe(checkpoint, recipe), source, "pass the recipe that it was trained with")
         stored = {name: tensor.read() for name, tensor in checkpoint.stored_state().strategy.items()}  # type: ignore[attr-defined]
-    except FrozenBaseError as error:
-        raise UserError(
-            f"{checkpoint.folder} refers to frozen weights, but {error}; put the file back, or say where it is (base)"
-        ) from None
     ModuleState(model, ()).set_extra_state(stored)
     return model.to(device)
+
+
+@contextmanager
+def base_needed(folder: Path) -> Iterator[None]:
+    """Adds to an error about the frozen base of a checkpoint what to do about it."""
+    try:
+        yield
+    except FrozenBaseError as error:
+        raise UserError(
+            f"{folder} refers to frozen weights, but {error}; give --base PATH if they were moved (in Python "
+            "base=PATH), or put them back"
+        ) from None
 
 
 def _callback_of(checkpoint: Checkpoint, average: str) -> str | None:

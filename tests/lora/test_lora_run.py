@@ -105,8 +105,11 @@ def test_the_checkpoint_holds_what_is_trained_alone(root: Path, base: Path, step
     assert "frozen tensors are not copied" in report
 
 
-def test_the_trained_model_is_loaded(base: Path, step_dir: Path) -> None:
-    model = shoal.load(step_dir)
+def test_the_trained_model_is_loaded(base: Path, step_dir: Path, tmp_path: Path) -> None:
+    model: Any = shoal.load(step_dir)
+    with pytest.raises(UserError, match=r"shoal checkpoint export STEP_DIR OUT --to peft"):
+        model.save_pretrained(tmp_path / "saved")  # transformers would leave out the adapters when it reads it
+    assert not (tmp_path / "saved").exists()
     assert not torch.allclose(logits(model), logits(transformers.AutoModelForCausalLM.from_pretrained(base)))
 
 
@@ -125,8 +128,20 @@ def test_a_base_is_found_from_another_folder_and_where_it_was_moved(
     expected = logits(shoal.load(step))
     Chat(step)
     (tmp_path / "mine").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"mine.* does not exist; put the file back, or say where it is \(base\)"):
-        shoal.load(step)
+    for find in (shoal.load, Chat):
+        with pytest.raises(UserError, match=r"refers to frozen weights, but .*mine.* does not exist; give --base PATH"):
+            find(step)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "moved", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"other/model.safetensors has other weights: .* does not match its digest"):
+        shoal.load(step, base=other)
+    tree["model"]["name"] = str(tmp_path / "moved")
+    with pytest.raises(
+        UserError, match=r"list it in checkpoint.allow_changed \(shoal then checks that the same weights are there\)"
+    ):
+        train(check_run({**tree, "training": {**tree["training"], "max_steps": 2}}))
     torch.testing.assert_close(logits(shoal.load(step, base=tmp_path / "moved")), expected)
     torch.testing.assert_close(logits(Chat(step, base=tmp_path / "moved").model), expected)
     export(step, tmp_path / "whole", "hf", base=tmp_path / "moved")

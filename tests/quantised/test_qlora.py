@@ -12,6 +12,7 @@ import torch
 from pool import Pool
 from quantised.test_reading import Q_PROJ, SIZES, folder, text, train_norms
 from recipes.test_causal_lm import make_recipe, start, tokens
+from recipes.test_text_lora import tree
 from safetensors.torch import load_file
 from training.test_moves import bits
 from verify.runs import failed, on_text, runner_on
@@ -24,6 +25,7 @@ from shoal.config import check_run
 from shoal.errors import UserError
 from shoal.quantised import quantised_layers
 from shoal.recipes.causal_lm import CausalLMRecipe
+from shoal.training import train
 from shoal.verify import prove
 
 pytest.importorskip("bitsandbytes")
@@ -89,12 +91,17 @@ def test_a_run_and_its_exports(tmp_path: Path, folder: Path, text: dict[str, Any
     done = export(step, tmp_path / "third", "hf", merge_into="dequantised")
     assert done["tensors"] == len(load_file(tmp_path / "third" / "model.safetensors")) == len(base.state_dict())
     assert re.search(
-        r"by \S+% of the largest logit if merged into the original .* if merged into the dequantised", str(done)
+        r"by \S+% of the largest logit with --merge-into original and by \S+% .* with --merge-into dequantised",
+        str(done),
     )
     notes = " ".join(export(step, tmp_path / "adapter", "peft")["notes"])
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder.absolute())
     assert "opened by PEFT, its logits equal those of the checkpoint's model" in notes
+    (call,) = re.findall(r"load the base with (BitsAndBytesConfig\(.*\))", notes)
+    loaded = eval(call, {"BitsAndBytesConfig": transformers.BitsAndBytesConfig, "torch": torch})
+    assert loaded.quantization_method() == "nf4"
+    assert loaded.bnb_4bit_use_double_quant
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,8 @@ def test_a_base_without_originals_is_merged_into_what_it_is(tmp_path: Path, text
     with pytest.raises(UserError, match=r"--merge-into original: the weights .* are not known; use dequantised"):
         export(step, tmp_path / "out_hf", "hf", merge_into="original")
     export(step, tmp_path / "out_hf", "hf", merge_into="dequantised")
+    notes = " ".join(export(step, tmp_path / "out_peft", "peft")["notes"])
+    assert "adapter_config.json names no base" in notes
 
 
 @pytest.mark.slow
@@ -172,3 +181,36 @@ def test_two_processes_resume_to_the_bit(
         pool2.run(train_qlora, tmp_path, folder, text, steps, init=False, output=output, **keys)
     resumed, whole = (open_checkpoint(tmp_path / o / "checkpoints" / "step_00000004") for o in ("out", "whole"))
     assert bits(resumed.read()) == bits(whole.read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dataset", "training"),
+    [({}, {"global_batch_size": 8}), ({"pad_to_max": True}, {"global_batch_size": 10})],
+    ids=["sequences of several lengths", "micro-batches of several sizes"],
+)
+def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, dataset: dict[str, Any], training: dict[str, Any]) -> None:
+    """Graphs for one size and for all sizes round differently, so the batch alone must decide which one computes it."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 128}
+    words = ["the", "cat", "sat", "on", "a", "mat", "while", "blue", "fish", "swam", "in", "deep", "cold", "water"]
+    records = [
+        {"prompt": " ".join(words[: 1 + i % 5]), "completion": " ".join(words[i % 3 :][: 1 + i % 11])}
+        for i in range(60)
+    ]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    keys = tree(
+        tmp_path,
+        {"config": {**SIZES, **sizes}, "load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"},
+        dataset={"tokenizer": "bytes", "max_seq_length": 96, **dataset},
+        training={"mixed_precision": "bf16", "compile": True, "learning_rate": 0.01, **training},
+    )
+    keys["lora"] = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.1, "lora_alpha": 16}
+    saved = {}
+    for output, stops in (("whole", [12]), ("resumed", [7, 12])):
+        for steps in stops:
+            keys["training"] |= {"max_steps": steps, "lr_scheduler": "constant"}
+            keys["experiment"] = {"output_dir": str(tmp_path / output)}
+            train(check_run(keys))
+        saved[output] = open_checkpoint(tmp_path / output / "checkpoints" / "step_00000012").read().model
+    for name, tensor in saved["whole"].items():
+        assert same_bits(saved["resumed"][name], tensor), name

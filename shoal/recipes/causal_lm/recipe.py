@@ -223,6 +223,8 @@ class CausalLMRecipe(TextRecipe):
             add_adapters(model, self.config.lora, DTYPES[section.dtype or "fp32"], self.added_token_ids)
             if self.added_token_ids:
                 check_trained(model)
+        if self.scheme is not None or self.config.lora is not None:
+            model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
         return model
 
     def weights(self) -> Weights:
@@ -346,6 +348,15 @@ class CausalLMRecipe(TextRecipe):
             suppress_tokens=list(range(self.tokenizer.vocab_size, config.vocab_size)) or None,
         )
         return self.tokenizer.decode(tokens[0].tolist())
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """Stands in for transformers' `save_pretrained`, which would write the names of adapters and quantised weights that
+    transformers takes for unknown ones and leaves out."""
+    raise UserError(
+        "save_pretrained: transformers cannot open a model with shoal's adapters or quantised layers; export a "
+        "checkpoint by `shoal checkpoint export STEP_DIR OUT --to peft` or `--to hf`"
+    )
 
 
 def max_positions(text_config: Any) -> int | None:
