@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,15 @@ def test_ctrl_c_before_anything_has_begun_is_said(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("shoal.config.load_run", interrupt)
     result = call_shoal(tmp_path, "config", "run.yaml")
     assert (result.returncode, result.stderr) == (130, "shoal: interrupted\n")
+
+
+def test_warnings_of_shoal_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of other packages are Python's, with their place."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # gives it back in the end
+    call_shoal(Path.cwd(), "--version")
+    warnings.showwarning("lengths vary", UserWarning, str(Path(shoal.__file__).with_name("forward.py")), 7)
+    assert capsys.readouterr().err == "shoal: warning: lengths vary\n"
+    module = sys.modules["shoal.cli.main"]
+    monkeypatch.setattr(module, "_SHOW_WARNING", lambda *about: print(about[0], about[3], file=sys.stderr))
+    warnings.showwarning("old", UserWarning, "/elsewhere/module.py", 7)
+    assert capsys.readouterr().err == "old 7\n"

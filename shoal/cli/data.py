@@ -35,8 +35,9 @@ def data(
     recipe = run.make_recipe()
     view = recipe.view_data(number)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    for index, pieces in enumerate(view.samples):
-        console.print(Text(f"sample {index}", style="bold"))
+    titles = view.titles or [f"sample {index}" for index in range(len(view.samples))]
+    for title, pieces in zip(titles, view.samples, strict=True):
+        console.print(Text(printable(title), style="bold"))
         console.print(_coloured(pieces, console.is_terminal))
         console.print()
     width = max(map(len, view.facts))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -69,9 +71,21 @@ def options(
     already."""
 
 
+_SHOW_WARNING = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **options: Any) -> None:
+    """Shows a warning of shoal's own in one line, without the place in its code."""
+    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+        print(f"shoal: warning: {message}", file=sys.stderr)
+    else:
+        _SHOW_WARNING(message, category, filename, *rest, **options)
+
+
 def main() -> None:
     """Runs the command line. A UserError is printed in one line and exits with code 2."""
     quiet_imports()
+    warnings.showwarning = _show_warning
     try:
         app()
     except (UserError, PermissionError) as error:

@@ -15,3 +15,5 @@ class DataView:
     """Figures by name, such as the number of tokens."""
     lengths: list[tuple[int, int, int]] = field(default_factory=list)
     """A histogram of the samples' lengths: (shortest, longest, samples)."""
+    titles: list[str] = field(default_factory=list)
+    """What stands above each sample; without them samples are numbered."""

@@ -172,6 +172,11 @@ def test_contents_that_are_lists_of_texts_are_joined(tokenizers: dict[str, ChatT
         "has the role 'human', which is ShareGPT's word; write 'user'",
         lambda: answers("qwen3", tokenizers, [human, ASSISTANT]),
     )
+    for role, meant in (("usr", "user"), ("User", "user"), ("asistant", "assistant")):
+        misspelt = [{**USER, "role": role}, ASSISTANT]
+        refusal = f"a.jsonl, line 1: message 1 has the role {role!r}, which is none; write {meant!r}"
+        assert_refused(refusal, lambda misspelt=misspelt: answers("qwen3", tokenizers, misspelt))
+    answers("qwen3", tokenizers, [{**USER, "role": "narrator"}, USER, ASSISTANT])  # of a template of one's own
 
 
 def test_a_template_that_ends_no_answer_is_recognised(tokenizers: dict[str, ChatTokenizer]) -> None:
@@ -521,3 +526,9 @@ def test_a_tokenizer_without_padding_or_end(tmp_path: Path, tokenizers: dict[str
     config = json.loads((Path(folder) / "tokenizer_config.json").read_text())
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
     assert_refused("qwen3': it has no end-of-text token", lambda: load_chat_tokenizer(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_called_one(tmp_path: Path) -> None:
+    """As of a base that somebody has saved without its tokenizer."""
+    (tmp_path / "config.json").write_text("{}")
+    assert_refused("the folder has no tokenizer", lambda: load_chat_tokenizer(str(tmp_path)))

@@ -193,6 +193,12 @@ def resolve_template(name: str, own: Any, value: str | None) -> str | None:
     )
 
 
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+)
+
+
 def load_chat_tokenizer(
     name: str | None, chat_template: str | None = None, revision: str | None = None
 ) -> ChatTokenizer:
@@ -207,6 +213,11 @@ def load_chat_tokenizer(
     path = Path(name).expanduser()
     if name.endswith(".json") and not path.exists():
         raise UserError(f"dataset.tokenizer = {name!r}: this file does not exist; correct the path")
+    if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
+        raise UserError(
+            f"dataset.tokenizer = {name!r}: the folder has no tokenizer (without the key, it is that of model.name); "
+            "give another folder, a name on the Hugging Face Hub, or bytes, which makes each byte a token"
+        )
     with hub("dataset.tokenizer", name, "transformers", local=name == "bytes" or path.exists()) as transformers:
         if name == "bytes":
             tokenizer = _byte_tokenizer(transformers)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shoal.data.instructions.chat_tokenizer import ChatTokenizer
 from shoal.data.instructions.packing import pack
 from shoal.data.instructions.prepare import Prepared
-from shoal.data.instructions.samples import Packs, Samples
+from shoal.data.instructions.samples import Packs
 from shoal.data.instructions.templates import TEMPLATE_DATE
 from shoal.data.view import DataView
 
@@ -99,7 +99,7 @@ def _shares(prepared: Prepared) -> list[str]:
 
 
 def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> DataView:
-    """Returns the first samples as text, and figures about all."""
+    """Returns samples from all over each set in turn, as text, and figures about all."""
     config, summaries, samples = prepared.config, prepared.summaries("train"), prepared.samples("train")
     count, tokens, counted = _epoch_totals(prepared)
     lengths = samples.lengths()
@@ -117,8 +117,20 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
         facts["mixture"] = "; ".join(_shares(prepared))
     if evaluation := prepared.summaries("eval"):
         facts["evaluation"] = f"{evaluation[0]['samples']:,} samples, {evaluation[0]['counted']:,} counted tokens"
-    shown = [_pieces(samples, index, tokenizer) for index in range(min(number, len(samples)))]
-    return DataView(shown, facts, _histogram(lengths))
+    sets = prepared.sets("train")
+    places = _spread([len(one) for one in sets], number)
+    shown = [_pieces(*sets[one].sample(index), tokenizer) for one, index in places]
+    titles = [f"sample {index}" + f" of {summaries[one]['name']}" * (len(sets) > 1) for one, index in places]
+    return DataView(shown, facts, _histogram(lengths), titles)
+
+
+def _spread(sizes: list[int], number: int) -> list[tuple[int, int]]:
+    """Returns so many (set, index) from sets of these sizes, all sets in turn, the indices far apart in each."""
+    each = -(-number // len(sizes))
+    turns = [
+        (one, turn * size // min(each, size)) for turn in range(each) for one, size in enumerate(sizes) if turn < size
+    ]
+    return sorted(turns[:number])
 
 
 def _packing(prepared: Prepared, lengths: NDArray[np.int64]) -> str:
@@ -134,9 +146,8 @@ def _packs(number: int, length: int) -> str:
     return f"{number:,} pack{'s' * (number != 1)} of {length:,} tokens"
 
 
-def _pieces(samples: Samples, index: int, tokenizer: ChatTokenizer) -> list[tuple[str, bool]]:
+def _pieces(tokens: NDArray[np.int64], counted: NDArray[np.bool_], tokenizer: ChatTokenizer) -> list[tuple[str, bool]]:
     """Returns a sample as pieces of text: runs of tokens that count, or do not."""
-    tokens, counted = samples.tokens(index)
     runs = groupby(zip(tokens.tolist(), counted.tolist(), strict=True), key=lambda pair: pair[1])
     return [(tokenizer.decode([token for token, _ in run]), bool(counts)) for counts, run in runs]
 

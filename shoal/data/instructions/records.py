@@ -8,6 +8,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model", "observation")
+"""The roles that templates of models know. A template of your own may know others, unless they are nearly these."""
 _KEYS_BY_FORMAT = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -261,6 +264,8 @@ def _messages(record: Record, messages: Any) -> list[dict[str, Any]]:
         if message["role"] in ("human", "gpt"):  # templates would write it as it is
             name = _SHAREGPT_ROLES[message["role"]]
             raise UserError(f"{where} has the role {message['role']!r}, which is ShareGPT's word; write {name!r}")
+        if message["role"] not in _ROLES and (near := get_close_matches(message["role"].lower(), _ROLES, n=1)):
+            raise UserError(f"{where} has the role {message['role']!r}, which is none; write {near[0]!r}")
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": _joined(content, f"{where} ({message['role']})")}

@@ -246,9 +246,10 @@ def accounted(translation: Translation) -> set[str]:
     return names | {*translation.unset}
 
 
+names_without_dots = st.text(st.characters(exclude_characters="."), max_size=4)  # dots separate the parts of a place
 odd_values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 10**9) | st.floats() | st.text(max_size=8) | st.just("${x}"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names_without_dots, inner, max_size=3),
     max_leaves=5,
 )
 
