@@ -8,10 +8,8 @@ fully_shard gathers weights, stay outside of all layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
-from itertools import count
-from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -19,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shoal.errors import UserError
-from shoal.torch_private import break_graph
+from shoal.torch_private import break_graph, has_dispatch_mode
 
 Layer = Callable[..., Any]
 View = Callable[[Tensor], Tensor | None]
 
 _VIEWS, _MADE = "_parameter_views", "_made_views"
-_NUMBERS = count()
 
 
 def add_layer(module: nn.Module, layer: Layer) -> None:
@@ -65,32 +62,16 @@ def _refuse_to_compute(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def compile_forwards(modules: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:
-    """Compiles the forwards of modules, with all their layers. Those of one class share their graphs.
+def make_views_before(module: nn.Module) -> None:
+    """Adds a layer that makes the views of the module and its members before the module's present forward is called.
 
-    `options` are those of torch.compile.
-
-    torch keeps graphs by code object, at most eight for each. All layers have the same code, so that other classes and
-    other models in the process would use up the eight; so each class gets a copy of the code, anew at each call. Copies
-    have names of their own, by which torch remembers which sizes have changed: it would take the sizes of another model
-    for such a change, and make slower graphs that fit all sizes.
-
-    Views of parameters are made before the graph begins: torch captures no graph of a recomputed block that writes
-    attributes, nor (2.13) of one that takes DTensors, whose DeviceMesh it would save for the backward. They are made in
-    a layer, so that layers that are added afterwards, and may call the forward again in the backward, are outside.
+    Compiled forwards need it: torch captures no graph of a recomputed block that writes attributes, nor (2.13) of one
+    that takes DTensors, whose DeviceMesh it would save for the backward. Layers that are added afterwards, and may call
+    the forward again in the backward, are outside.
     """
-    codes: dict[type[nn.Module], CodeType] = {}
-    for module in modules:
-        forward = module.forward
-        if isinstance(forward, FunctionType):  # a layer; otherwise it is the class's own method
-            kind = type(module)
-            if kind not in codes:
-                codes[kind] = forward.__code__.replace(co_name=f"forward_of_{kind.__name__}_{next(_NUMBERS)}")
-            forward = wraps(forward)(FunctionType(codes[kind], forward.__globals__, closure=forward.__closure__))
-        module.forward = torch.compile(forward, options=dict(options)) if options else torch.compile(forward)
-        viewed = [member for member in module.modules() if _VIEWS in vars(member)]
-        if viewed:
-            add_layer(module, partial(_call_with_views_of, viewed))
+    viewed = [member for member in module.modules() if _VIEWS in vars(member)]
+    if viewed:
+        add_layer(module, partial(_call_compiled, viewed))
 
 
 def computes_as_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -138,6 +119,13 @@ def call_with_views(module: nn.Module, forward: Layer, *args: Any, **kwargs: Any
     if torch.compiler.is_compiling():
         break_graph()  # a user compiles, and nobody has made them; without them, the adapters would be left out
     return _call_with_views_of([module], forward, *args, **kwargs)
+
+
+def _call_compiled(modules: list[nn.Module], forward: Layer, *args: Any, **kwargs: Any) -> Any:
+    """Calls a compiled forward with the views of these modules."""
+    # torch.compile leaves everything uncompiled where a mode counts operations. A recomputation would then make the
+    # views again, among its operations, so the forward has to do the same.
+    return forward(*args, **kwargs) if has_dispatch_mode() else _call_with_views_of(modules, forward, *args, **kwargs)
 
 
 def _call_with_views_of(modules: list[nn.Module], forward: Layer, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,6 +59,7 @@ __all__ = [
     "as_shard",
     "break_graph",
     "call_without_hooks",
+    "compile_cache_folders",
     "compile_counts",
     "declare_skips_on_device",
     "default_store",
@@ -71,9 +74,11 @@ __all__ = [
     "foreach_zero_",
     "gradient_hooks",
     "has_dispatch_mode",
+    "hide_warning_about_contexts",
     "is_fake",
     "move_towards",
     "post_accumulate_hooks",
+    "prepare_for_many_sizes",
     "replace_in_graphs",
     "scaled_product",
     "set_group_timeout",
@@ -281,9 +286,41 @@ def scaled_product(
     return product
 
 
+def hide_warning_about_contexts() -> None:
+    """Hides torch's warning that a compiled block is recomputed with a policy, which must not keep the outputs of
+    operations in place. The policies of activation_checkpointing.py do not."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_contexts)
+
+
+def _not_of_contexts(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
+
+
 def break_graph() -> None:
     """Makes torch.compile end a graph here, and run what follows eagerly; an error where a graph may have no break."""
     torch._dynamo.graph_break()
+
+
+def prepare_for_many_sizes() -> None:
+    """Lets torch.compile keep 64 graphs of a function instead of 8, so that blocks of one class that differ in a
+    number, such as their place, are compiled for several sizes each; what is beyond the limit runs uncompiled.
+
+    Sizes that are equal by chance, such as 64 samples of 64 tokens, are taken for different ones: a graph for all sizes
+    fits all sizes only then. torch's own messages advise this setting.
+    """
+    from torch._dynamo import config as dynamo
+    from torch.fx.experimental import _config
+
+    dynamo.recompile_limit = max(64, dynamo.recompile_limit)
+    _config.use_duck_shape = False
+
+
+def compile_cache_folders() -> tuple[Path, Path]:
+    """Returns where torch.compile keeps what it has compiled, and the locks on what is being written."""
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()), Path(get_lock_dir())
 
 
 def compile_counts() -> CompileCounts:

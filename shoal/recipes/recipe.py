@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from inspect import getattr_static
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,6 +39,11 @@ class Recipe(HookMethods):
     """True if the loss compares the samples of a batch, as a contrastive one does, so that it is no sum over samples.
     The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
 
+    sizes_vary = False
+    """True if the tensors of batches differ in size, not only in the number of samples: sequences that are padded to
+    the longest of their batch do. `training.compile` then makes graphs that fit all sizes from the first step on, so
+    that a resumed run repeats an undisturbed one."""
+
     preview_on_console = False
     """True if every preview is printed on the console. The one at the end of a run is printed in any case."""
 
@@ -59,13 +65,19 @@ class Recipe(HookMethods):
         """True if `build_optimizer` is defined, by the class or by an attribute of the object."""
         return getattr(self.build_optimizer, "__func__", None) is not Recipe.build_optimizer
 
-    def misspelt_methods(self) -> dict[str, str]:
-        """Returns the methods that nobody calls and whose names are nearly those of methods that shoal calls, with
-        these: `metrics` for `metric`."""
-        called = [name for name in dir(Recipe) if not name.startswith("_") and callable(getattr(Recipe, name))]
-        own = {name for name in dir(self) if not name.startswith("_") and not hasattr(Recipe, name)}
-        near = {name: get_close_matches(name, called, n=1, cutoff=0.85) for name in sorted(own)}
-        return {name: found[0] for name, found in near.items() if found and callable(getattr(self, name))}
+    def misspelt_names(self) -> dict[str, str]:
+        """Returns methods and attributes that nobody reads and whose names are nearly those of others that shoal reads,
+        with these: `metrics` for `metric`."""
+        known = {name: callable(getattr(Recipe, name)) for name in dir(Recipe) if not name.startswith("_")}
+        found: dict[str, str] = {}
+        for name in dir(self):
+            if name.startswith("_") or name in known:
+                continue
+            is_method = callable(getattr_static(self, name))
+            alike = [other for other in known if known[other] == is_method]
+            if near := get_close_matches(name, alike, n=1, cutoff=0.85 if is_method else 0.75):
+                found[name] = near[0]
+        return found
 
     def prepare_data(self) -> None:
         """Downloads, tokenizes and caches data. Runs in one process of each machine, before any process group

@@ -82,6 +82,11 @@ class TextLoraRecipe(CausalLMRecipe):
         prepare_instructions(self.config.dataset, self.tokenizer)
         return view_data(self.prepared, self.tokenizer, number)
 
+    @property
+    def sizes_vary(self) -> bool:  # type: ignore[override]
+        """True if batches are padded to their longest sample."""
+        return not self.config.dataset.packing and not self.config.dataset.pad_to_max
+
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         dataset = self.config.dataset
         return collate_samples(samples, self.tokenizer.filler, dataset.max_seq_length, dataset.pad_to_max)

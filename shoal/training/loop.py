@@ -335,6 +335,8 @@ class Shell:
         self._publish(metrics, in_files)
         if (straggler := self.observers.meter.straggler) is not None:
             self.warn(straggler)
+        if (compiled := self.strategy.engaged.compiled) and (eager := compiled.find_eager_calls()):
+            self.warn(f"step {self.step}: {eager}")
         if in_files and self.hooks.calls["after_log"]:
             self._call_after_log(metrics)
         if self.hooks.run.histograms:

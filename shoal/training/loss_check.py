@@ -132,8 +132,6 @@ def _score(
 def _undisturbed(strategy: DistributedStrategy, model: nn.Module) -> Iterator[None]:
     """Computes eagerly and in evaluation mode; leaves modes, buffers and generators as they were."""
     devices = [] if strategy.device.type == "cpu" else [strategy.device]
-    compiled = strategy.engaged.compiled
-    eager_calls = compiled.eager_calls if compiled else 0
     with (
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices),
@@ -142,5 +140,3 @@ def _undisturbed(strategy: DistributedStrategy, model: nn.Module) -> Iterator[No
         evaluation_mode(model),
     ):
         yield
-    if compiled:
-        compiled.eager_calls = eager_calls

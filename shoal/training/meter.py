@@ -69,17 +69,17 @@ class Meter:
         times = self._settle(loader)
         seconds, since_log = max(time.perf_counter() - self._since, 1e-9), self._since_log
         measured = {**means(since_log.metrics), **self._objects.compute(since_log.object_paths)}
+        num_samples = loader.position - self._position
         metrics = {
             "train/loss": since_log.loss,
             **{f"train/{name}": value for name, value in measured.items()},
             "train/grad_norm": self._grad_norm,
             "train/skipped_steps": self._skipped_steps,
-            f"train/{self._unit}_per_second": self._counted / seconds,
+            f"train/{self._unit}_per_second": (num_samples if self._unit == "samples" else self._counted) / seconds,
             "train/data_seconds": loader.waited_seconds - self._waited,
         }
         if self.flops_per_sample and self._peak_flops:
-            samples_per_second = (loader.position - self._position) / seconds
-            metrics["train/mfu"] = self.flops_per_sample * samples_per_second / self._peak_flops
+            metrics["train/mfu"] = self.flops_per_sample * num_samples / seconds / self._peak_flops
         if slowest := find_slowest(times):
             metrics |= {"train/slowest_rank": slowest.rank, "train/slowest_ratio": slowest.ratio}
         # The first step compiles and fills caches, which takes ranks different times.

@@ -53,6 +53,7 @@ class NamedObjective:
     def __init__(self, recipe: Any, name: str):
         self._recipe, self._name = recipe, name
         self.metrics, self.prepares_batches = recipe.metrics, recipe.prepares_batches
+        self.sizes_vary = recipe.sizes_vary
 
     def inputs(self, batch: Any) -> dict[str, Any]:
         return {_CALL: (self._name, batch)}

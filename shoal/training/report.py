@@ -253,6 +253,7 @@ class Report:
         if engaged.compiled:
             graphs, breaks, reason = self._compiled
             said = f"{breaks} breaks, the last because of: {reason}" if breaks else "no breaks"
+            said += ", for batches of all sizes" * session.recipe.sizes_vary
             yield (
                 "compile",
                 f"{len(engaged.compiled.modules)} modules, {graphs} graph{'s' * (graphs != 1)}, {said}",
@@ -264,8 +265,8 @@ class Report:
             yield "deterministic", "yes", ("experiment.deterministic",)
         if callbacks := shell.hooks.describe():
             yield "callbacks", callbacks, ("callbacks",)
-        for name, meant in session.recipe.misspelt_methods().items():
-            yield "not called", f"{type(session.recipe).__name__}.{name}: nothing calls it; did you mean {meant}?", ()
+        for name, meant in session.recipe.misspelt_names().items():
+            yield "not used", f"{type(session.recipe).__name__}.{name}: nothing uses it; did you mean {meant}?", ()
         if own_hooks := shell.hooks.describe_recipe():
             yield "recipe's hooks", own_hooks, ()
         staged_gib = checkpoints.expected_bytes / strategy.world_size / 2**30

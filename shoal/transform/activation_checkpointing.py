@@ -26,7 +26,7 @@ from shoal.forward import add_layer
 from shoal.operators import IN_GRAPH
 from shoal.seeding import GeneratorsKept, HostStates
 from shoal.tensors import module_state_kept
-from shoal.torch_private import BATCH_NORM
+from shoal.torch_private import BATCH_NORM, hide_warning_about_contexts
 from shoal.types import ParallelPlan
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def apply_activation_checkpointing(
             f"{_KEY}.mode = {config.mode}, but the recipe's plan names no blocks to recompute; "
             f"name their classes in {_KEY}.classes, or the blocks in the recipe's parallel_plan"
         )
+    hide_warning_about_contexts()
     chosen = names[:: config.every]
     for name in chosen:
         block = model.get_submodule(name)

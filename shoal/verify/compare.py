@@ -366,7 +366,7 @@ def _work(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> list[
         ("optimizer bytes", "state_bytes", expected.state_bytes, 0.01),
         ("matmul FLOPs", "flops", expected.flops, 0.05 * (expected.flops or 0)),
     )
-    checks = _packed(ranks)
+    checks = _packed(ranks) + _compiled(ranks)
     for name, attribute, fraction, tolerance in rows:
         if fraction is not None:
             measured = max(getattr(rank, attribute) for rank in ranks) / max(getattr(reference, attribute), 1)
@@ -396,6 +396,16 @@ def _packed(ranks: list[Trace]) -> list[Check]:
     worst = f", too many in {wrong[0]}" if wrong else ""
     detail = f"{len(layers)} layers with {bits:.2f} bits a weight, besides their scales{worst}"
     return [Check("quantised weights", not wrong, detail, "work")]
+
+
+def _compiled(ranks: list[Trace]) -> list[Check]:
+    """Checks that blocks are compiled, if they are to be."""
+    calls = [rank.eager_calls for rank in ranks if rank.eager_calls is not None]
+    found = f"{max(calls, default=0)} calls of blocks ran uncompiled on the rank with the most"
+    detail = (
+        found if any(calls) else "every call of a block ran compiled, but for the steps whose operations are counted"
+    )
+    return [Check("compiled blocks", not any(calls), detail, "work")] if calls else []
 
 
 def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> Check:

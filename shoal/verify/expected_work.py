@@ -97,8 +97,6 @@ class Case:
     @property
     def flops(self) -> float | None:
         """The fraction of a step's samples, including fillers, on the rank that runs the most."""
-        if self.layout.compile:
-            return None  # torch's FLOP counter does not see compiled matrix products
         if self.multiplies_weights:
             return None  # in every micro-batch, whatever its size
         batch_size, samples = self.batches.batch_size, self.batches.global_batch_size

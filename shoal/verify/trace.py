@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -102,6 +102,8 @@ class Trace:
     """What the optimizer keeps on this rank: momentum."""
     flops: int = 0
     """The FLOPs of the matrix products in one step."""
+    eager_calls: int | None = None
+    """How many calls of blocks were not compiled, where nothing was counted; None if nothing is to be compiled."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
     exchange_errors: list[float] = field(default_factory=list)
@@ -350,11 +352,22 @@ class _Tracer:
         if self._body is not None:
             compute = partial(self._body.forward_backward, micro_batches, step)
         if not counting:
-            return compute()
-        with CountCollectives() as collectives, flop_counter() as flops:
+            return self._computed_compiled(compute)
+        # torch (2.13) would never compile a function again that it was asked to compile where operations are counted.
+        with torch.compiler.set_stance("force_eager"), CountCollectives() as collectives, flop_counter() as flops:
             output = compute()
         self.trace.flops += flops.get_total_flops()
         self.trace.collective_bytes = dict(collectives.bytes + Counter(self.trace.collective_bytes))
+        return output
+
+    def _computed_compiled(self, compute: Callable[[], StepOutput]) -> StepOutput:
+        """Computes a step, and notes whether all blocks that should be compiled are."""
+        compiled = self.strategy.engaged.compiled
+        if compiled is None:
+            return compute()
+        before = compiled.eager_calls
+        output = compute()
+        self.trace.eager_calls = (self.trace.eager_calls or 0) + compiled.eager_calls - before
         return output
 
     def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:

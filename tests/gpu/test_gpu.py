@@ -25,7 +25,7 @@ from verify.runs import runner_on
 
 import shoal
 from shoal.config import check_run, load_run
-from shoal.config.schema import TrainingConfig
+from shoal.config.schema import ActivationCheckpointingConfig, TrainingConfig
 from shoal.errors import UserError
 from shoal.launch.spawn import run_function
 from shoal.lora import LoraConfig, dropout
@@ -40,8 +40,10 @@ from shoal.torch_private import compile_counts
 from shoal.training import train
 from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import RecipeBody
+from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import CompiledModules
+from shoal.transform.compile import BatchSizes, CompiledModules
+from shoal.transform.host_inputs import keep_inputs_on_host
 from shoal.types import IGNORED_LABEL, MicroBatch, ParallelPlan
 from shoal.verify import prove
 from shoal.weights import build
@@ -272,6 +274,41 @@ def test_inputs_of_blocks_in_host_memory_change_nothing(
     note(f"inputs of recomputed blocks in host memory{', compiled' * compiled}, 5 steps", "the same weights")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_of_blocks_in_host_memory_take_no_memory_of_the_device(
+    note: Callable[[str, str], None], compiled: bool
+) -> None:
+    """What a forward keeps, of 16 blocks with inputs of 64 MiB, whose weights take nearly nothing."""
+
+    def kept(offload: bool) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16))).cuda()
+        plan = ParallelPlan(blocks=tuple(map(str, range(16))))
+        modules = CompiledModules(model, plan) if compiled else None
+        apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode="full"))
+        if modules:
+            modules.compile(torch.device("cuda"))
+        if offload:
+            keep_inputs_on_host([*model], torch.device("cuda"))
+        x = torch.randn(2**18, 64, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        loss = model(x).square().sum()
+        torch.cuda.synchronize()
+        memory = (torch.cuda.memory_allocated() - before) / 2**20
+        loss.backward()
+        assert x.grad is not None
+        return memory, x.grad
+
+    (plain, expected), (moved, found) = kept(False), kept(True)
+    assert torch.equal(found, expected)
+    assert plain > 15 * 64
+    assert moved < 3 * 64
+    note(
+        f"what 16 recomputed blocks{', compiled' * compiled} keep of inputs of 64 MiB",
+        f"{plain:.0f} MiB, and {moved:.0f} MiB with inputs in host memory",
+    )
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_head_in_fp8_is_near_one_in_float64(note: Callable[[str, str], None], bias: bool, compiled: bool) -> None:
@@ -281,7 +318,9 @@ def test_a_head_in_fp8_is_near_one_in_float64(note: Callable[[str, str], None], 
     x = torch.randn(2, 500, 256, device="cuda", requires_grad=True)
     labels = torch.randint(4096, (2, 500), device="cuda")
     labels[0, :9] = IGNORED_LABEL
-    chunks = ChunkedHead(nn.Sequential(head), ParallelPlan(head="0"), 3, compiled, float8=True)
+    chunks = ChunkedHead(
+        nn.Sequential(head), ParallelPlan(head="0"), 3, BatchSizes() if compiled else None, float8=True
+    )
     scale = torch.tensor(1 / 300, device="cuda")
     with torch.autocast("cuda", torch.bfloat16), chunks.scoring(labels, scale), FlopCounterMode(display=False) as flops:
         loss = head(x)
@@ -321,6 +360,40 @@ def test_a_resumed_run_repeats_to_the_bit(tmp_path: Path, note: Callable[[str, s
     assert digests[0] == digests[1]
     weights = ", weights in bf16" * (weights_dtype == "bf16")
     note(f"deterministic bf16{weights}, resumed at step 10 of 30", f"bit-equal in {len(digests[0])} tensors")
+
+
+def test_a_compiled_run_with_sequences_of_several_lengths_resumes_to_the_bit(
+    tmp_path: Path, note: Callable[[str, str], None]
+) -> None:
+    """A QLoRA with dropout: the resumed process sees other lengths first."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "while", "blue", "fish", "swam", "in", "deep", "cold", "water"]
+    records = [
+        {"prompt": " ".join(words[: 1 + i % 5]), "completion": " ".join(words[i % 3 :][: 1 + i % 11])}
+        for i in range(200)
+    ]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    tree = llama(tmp_path, mixed_precision="bf16", compile=True, deterministic=True, max_steps=12, batch_size=4)
+    tree["training"] |= {"global_batch_size": 14, "lr_scheduler": "constant"}
+    tree["recipe"] = "text_lora"
+    tree["dataset"] = {
+        "train_file": str(tmp_path / "facts.jsonl"),
+        "tokenizer": "bytes",
+        "max_seq_length": 96,
+        "cache_dir": str(tmp_path),
+    }
+    tree["model"]["config"]["max_position_embeddings"] = 128
+    tree["model"] |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "dtype": "bf16"}
+    tree["lora"] = {"r": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
+    digests = {}
+    for output, stops in (("whole", [12]), ("resumed", [7, 12])):
+        for steps in stops:
+            tree["training"]["max_steps"] = steps
+            tree["experiment"]["output_dir"] = str(tmp_path / output)
+            train(check_run(tree))
+        manifest = json.loads((tmp_path / output / "checkpoints" / "step_00000012" / "manifest.json").read_text())
+        digests[output] = {name: about["pieces"][0]["sha256"] for name, about in manifest["tensors"].items()}
+    assert digests["resumed"] == digests["whole"]
+    note("compiled QLoRA, sequences of several lengths, resumed", f"bit-equal in {len(digests['whole'])} tensors")
 
 
 def test_no_step_waits_for_the_device(
@@ -511,7 +584,7 @@ def test_qlora_trains(
 def test_small_kernels_of_adapters_are_launched_together(note: Callable[[str, str], None]) -> None:
     """Each of the 14 matrices is cast; apart, that would be 14 kernels."""
 
-    def launches(device: torch.device | None) -> int:
+    def launches(device: torch.device) -> int:
         torch.compiler.reset()
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(7)))
@@ -527,7 +600,7 @@ def test_small_kernels_of_adapters_are_launched_together(note: Callable[[str, st
         names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
         return sum(name.startswith("triton_") for name in names)
 
-    apart, together = launches(None), launches(torch.device("cuda"))
+    apart, together = (launches(torch.device(kind)) for kind in ("cpu", "cuda"))
     assert apart >= 14
     assert together <= apart - 10
     note("kernels that torch.compile makes for 7 adapters", f"{together}, and {apart} if they are not joined")

@@ -33,7 +33,7 @@ def graphs(folder: Path, mode: str, sequence_parallel: bool, backend: str) -> tu
     run = llama(folder, distributed, global_batch_size=4, learning_rate=0.1, **options)
     compile, recipe = torch.compile, run.recipe_type(run.recipe_config)
     with (
-        patch.object(torch, "compile", lambda function: compile(function, backend=backend)),
+        patch.object(torch, "compile", lambda function, **options: compile(function, backend=backend)),
         from_config(run.config) as strategy,
     ):
         session = assemble(recipe, strategy, run.config.training, 0)

@@ -84,10 +84,11 @@ def test_labels_that_are_no_integers_count_as_samples(shape: tuple[int, ...]) ->
     assert Recipe().count({"x": torch.zeros(4, 9), "labels": torch.rand(shape)}) == 4
 
 
-def test_a_method_with_nearly_the_name_of_another_is_found() -> None:
-    methods = {"metric": lambda self: 0, "evaldata": lambda self: 0, "loss_of_pair": lambda self: 0, "label": 3}
-    assert type("Typos", (Recipe,), methods)().misspelt_methods() == {"metric": "metrics", "evaldata": "eval_data"}
-    assert Counting([]).misspelt_methods() == {}
+def test_names_that_are_nearly_those_of_others_are_found() -> None:
+    names = {"metric": lambda self: 0, "evaldata": lambda self: 0, "loss_of_pair": lambda self: 0, "label": 3}
+    found = type("Typos", (Recipe,), names | {"size_varies": True})().misspelt_names()
+    assert found == {"metric": "metrics", "evaldata": "eval_data", "size_varies": "sizes_vary"}
+    assert Counting([]).misspelt_names() == {}
 
 
 def test_methods_may_be_given_to_an_object() -> None:

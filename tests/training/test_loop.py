@@ -11,7 +11,9 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -457,3 +459,17 @@ def test_a_parameter_in_two_groups_is_refused_by_name(
     change_recipe("    def inputs(", GROUPS.format(groups=groups))
     with pytest.raises(UserError, match=rf"param_groups: 3\.bias is in {where} and would be updated twice"):
         toy.train()
+
+
+def test_the_rate_of_samples_is_one_of_samples(
+    toy: ToyRun, change_recipe: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where `count` counts something else, such as labels. Each look at the clock takes a second here."""
+    change_recipe(
+        "    def inputs(self, batch):",
+        "    def count(self, batch):\n        return 100 * len(batch['x'])\n\n    def inputs(self, batch):",
+    )
+    seconds = count()
+    monkeypatch.setattr("shoal.training.meter.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    toy.train("training.max_steps=2", "logging.every=1", "training.batch_size=4", "training.global_batch_size=4")
+    assert 0 < max(toy.metrics("train/samples_per_second").values()) <= 4

@@ -18,6 +18,7 @@ from shoal.checkpoint import step_folder
 from shoal.config import load_run
 from shoal.errors import UserError
 from shoal.training import train
+from shoal.training.trainer import RecipeBody
 
 CALLBACKS = """
 import torch
@@ -182,3 +183,26 @@ def test_an_optimizer_that_forgets_parameters_is_refused(
     change_recipe("    def loss(self", f"{method}    def loss(self")
     with pytest.raises(UserError, match="the SGD has not taken 2 of the parameters in its groups"):
         toy.train()
+
+
+def test_blocks_that_run_uncompiled_after_the_first_step_are_warned_of(
+    toy: ToyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when torch has given up on a block. The first step is checked by itself."""
+    compile, compiles = torch.compile, [True]
+
+    def patched(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        compiled = compile(function, backend="eager")
+        return lambda *args, **kwargs: (compiled if compiles[0] else function)(*args, **kwargs)
+
+    take_step = RecipeBody.take_step
+
+    def step(self: RecipeBody, micro_batches: Any, number: int) -> Any:
+        compiles[0] = number < 3
+        return take_step(self, micro_batches, number)
+
+    monkeypatch.setattr(torch, "compile", patched)
+    monkeypatch.setattr(RecipeBody, "take_step", step)
+    toy.train("training.compile=true", "training.max_steps=6", "logging.every=1")
+    (said,) = [line for line in "".join(capsys.readouterr()).splitlines() if "ran uncompiled" in line]
+    assert "step 4: training.compile = true: " in said

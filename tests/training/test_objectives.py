@@ -355,7 +355,7 @@ def test_the_report_names_what_is_unused_and_the_rates_of_groups(
     train(run)
     report = (tmp_path / "report.txt").read_text()
     assert "discriminator (6 tensors, learning rate 0.002, not" in report
-    assert "RingGan.metric: nothing calls it; did you mean metrics?" in report
+    assert "RingGan.metric: nothing uses it; did you mean metrics?" in report
     (row,) = [line for line in report.splitlines() if "generator.spare.weight" in line]
     assert "discriminator" not in row
     assert "generator.0" not in row

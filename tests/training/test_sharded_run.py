@@ -97,7 +97,7 @@ def test_the_report_counts_graphs_and_a_run_that_is_not_compiled_stops(
 ) -> None:
     """torch compiles the rest of a module around a break, but runs all of it eagerly if it is recomputed."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="aot_eager"))
     torch.compiler.reset()
     if breaks:
         plant_graph_break(monkeypatch)
@@ -119,7 +119,7 @@ def test_compiled_blocks_whose_inputs_go_to_the_host_are_recomputed_in_their_gra
 ) -> None:
     """Which is not counted. As a whole, a block would compute its last product twice."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="aot_eager"))
     torch.compiler.reset()
     keys = {"max_steps": 2, "batch_size": 2, "compile": True}
     recompute = {"activation_checkpointing": {"mode": "full", "offload": True}}

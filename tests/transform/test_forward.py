@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
-from shoal.forward import add_layer, compile_forwards, view_parameters
+from shoal.forward import add_layer, view_parameters
 from shoal.lora import LoraConfig
 from shoal.lora.adapters import add_adapters
 from shoal.torch_private import compile_counts
@@ -123,7 +124,7 @@ def test_views_are_there_in_the_forward_alone() -> None:
 
 
 def test_views_are_there_where_a_user_compiles() -> None:
-    """Nobody has made them before the graph begins, as `compile_forwards` does."""
+    """Nobody has made them before the graph begins, as `CompiledModules` does."""
     torch.compiler.reset()
     layer = Layer(4, 2)
     view_parameters(layer, lambda parameter: 2 * parameter)
@@ -190,13 +191,14 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
     from torch._dynamo.utils import counters
 
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="aot_eager"))
     torch.compiler.reset()
     expected, model = gradients(blocks()), blocks()
     names = [*model.state_dict()]
     plan = ParallelPlan(blocks=tuple(map(str, range(12))))
+    compiled = CompiledModules(model, plan)
     apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode=mode))
-    compile_forwards([*model])
+    compiled.compile(torch.device("cpu"))
     graphs, breaks = compile_counts().graphs, counters["graph_break"].total()
     for _ in range(2):
         model.zero_grad()
@@ -208,6 +210,20 @@ def test_blocks_with_views_share_one_graph(mode: str, monkeypatch: pytest.Monkey
     assert isinstance(model[0].up.weight, nn.Parameter)
 
 
+def test_blocks_with_views_are_recomputed_where_operations_are_counted() -> None:
+    """Nothing is compiled there, and what is recomputed must be the same operations."""
+    expected, model = gradients(blocks()), blocks()
+    plan = ParallelPlan(blocks=tuple(map(str, range(12))))
+    compiled = CompiledModules(model, plan)
+    apply_activation_checkpointing(model, plan, ActivationCheckpointingConfig(mode="selective"))
+    compiled.compile(torch.device("cpu"))
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False):
+        found = gradients(model)
+    assert compiled.eager_calls
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
 def test_graphs_of_a_model_are_not_made_for_the_sizes_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, in which a small model comes before a large one."""
     sizes = []
@@ -217,7 +233,7 @@ def test_graphs_of_a_model_are_not_made_for_the_sizes_of_another(monkeypatch: py
         return graph.forward
 
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=note))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=note))
     torch.compiler.reset()
     for width in (4, 6, 8):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
@@ -238,7 +254,7 @@ def test_kernels_of_adapters_are_launched_together_on_a_gpu(
     if adapted:
         add_adapters(model, LoraConfig(r=2, target_modules=["0"]))
     CompiledModules(model, ParallelPlan()).compile(torch.device(device))
-    options = given.get("options", {})
+    options = given.get("options") or {}
     assert options.get("combo_kernels", False) == together
     assert {*options} <= {*torch._inductor.list_options()}
 
@@ -279,7 +295,7 @@ def test_a_deep_copy_of_a_module_with_views_refuses_to_compute() -> None:
 def test_the_tenth_model_in_a_process_is_still_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps eight graphs for one code object, and the code of all layers is the same."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager"))
     torch.compiler.reset()
     graphs = compile_counts().graphs
     for number in range(10):

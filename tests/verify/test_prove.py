@@ -56,6 +56,19 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
     run = bdh(tmp_path, global_batch_size=12, gradient_accumulation=3, compile=True)
     (ddp,) = prove(run, procs, ["ddp"], runner=runner_on({2: pool2, 4: pool4}[procs]))
     assert failed(ddp) == {}
+    assert "compiled blocks" in {check.name for check in ddp.checks}
+
+
+@pytest.mark.parametrize("backend", ["eager", None])
+def test_blocks_that_are_not_compiled_are_no_proof(monkeypatch: pytest.MonkeyPatch, backend: str | None) -> None:
+    """Steps in which operations are counted are not compiled, and the others must be all the same."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f if backend is None else compile(f, backend=backend))
+    torch.compiler.reset()
+    seen = trace(ragged(global_batch_size=12, compile=True), 3, adamw=False)
+    checks = {check.name: check for check in compare(seen, [seen], ExpectedWork(1, None, {}), "fp32")}
+    assert checks["compiled blocks"].passed == (backend is not None)
+    assert seen.flops > 0
 
 
 @pytest.mark.parametrize(
