@@ -35,7 +35,9 @@ ABOUT = (
     "`raw` is a loop in plain PyTorch: the whole model compiled, bf16 autocast, fused AdamW, clipping. The other "
     "rows are shoal's strategies on the same batch, with each block compiled if nothing else is said, and but for "
     "`single` with the loss in 8 chunks (`loss_chunks: 8`). With `inputs on the host`, the inputs of recomputed blocks "
-    "wait in host memory (`activation_checkpointing.offload`). `lean` is pure_bf16 with full activation "
+    "wait in host memory (`activation_checkpointing.offload`): the peak is at the end of the backward here, when the "
+    "gradients of all weights are there and those inputs are gone; [QLoRA](#qlora) shows what it saves where the base "
+    "is frozen. `lean` is pure_bf16 with full activation "
     'checkpointing, not compiled. "Rank 0 of N" is one rank of N, without the others: with torch\'s `fake` backend it '
     "computes its part and uses the memory of its part, but it never waits for a network."
 )
