@@ -56,30 +56,34 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
         # it, the board would wait forever for its thread, which only this process has.
         gc.collect()
     board = None
-    if node.rank == 0:
-        alone = node.size == 1
-        board = open_board("127.0.0.1" if alone else node.address, 0 if alone else node.port, loopback_only=alone)
     shared = {
         "WORLD_SIZE": node.size * processes,
         "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": board.host if board else node.address,
-        "MASTER_PORT": board.port if board else node.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is open, so rank 0 must not open one
         "TORCHELASTIC_RESTART_COUNT": 0,
         "SHOAL_SPAWN": method,
     }
     context: Any = multiprocessing.get_context(method)
+    places = context.SimpleQueue()
     with TemporaryDirectory(prefix="shoal-") as folder:
         workers: list[Any] = []
         try:
             for rank in range(processes):
                 variables = {"RANK": node.rank * processes + rank, "LOCAL_RANK": rank, **shared}
+                child_args = (rank, processes, Path(folder), threads, variables, places, function, args)
                 # Not a daemon: daemons may not start processes, such as the workers of a data loader.
-                worker = context.Process(
-                    target=_run_in_child, args=(rank, processes, Path(folder), threads, variables, function, args)
-                )
+                worker = context.Process(target=_run_in_child, args=child_args)
                 worker.start()
                 workers.append(worker)
+            # The board comes last. Its thread takes a lock of the C library while it accepts a connection, and a
+            # process that is forked at that moment would wait for the lock forever.
+            address, port = node.address, node.port
+            if node.rank == 0:
+                alone = node.size == 1
+                board = open_board("127.0.0.1" if alone else address, 0 if alone else port, loopback_only=alone)
+                address, port = board.host, board.port
+            for _ in workers:
+                places.put({"MASTER_ADDR": address, "MASTER_PORT": port})
             running: list[Any] = workers
             while running:
                 wait([worker.sentinel for worker in running])
@@ -167,16 +171,20 @@ def _run_in_child(
     folder: Path,
     threads: int,
     variables: dict[str, Any],
+    places: Any,
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    """Calls the function as one rank, and writes its result or its error into a file of `folder`."""
+    """Calls the function as one rank, and writes its result or its error into a file of `folder`.
+
+    `places` is a queue with the variables that say where the board is, for each process.
+    """
     if sys.platform == "linux":  # a thread could not end a process that is stopped, or that holds the GIL
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the kernel kills it when its parent dies
     threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
-    os.environ |= {name: str(value) for name, value in variables.items()}
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     try:
+        os.environ |= {name: str(value) for name, value in {**variables, **places.get()}.items()}
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
         # Plain pickle copies tensors. torch would send shared memory, which is gone when this process ends.
         result = pickle.dumps(function(*args))
     except BaseException as error:  # SystemExit, and torch's CheckpointException, are not Exceptions

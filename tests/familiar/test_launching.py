@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import shoal.distributed as plain
 from shoal import CheckpointManager, FSDPStrategy, PipelineParallelModel
 from shoal.errors import UserError
+from shoal.launch import spawn
 from shoal.processes.detect import nodes_by_hand, world_by_number
 
 
@@ -204,3 +206,30 @@ def test_one_process_is_a_pipeline_of_one_stage() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, layers[0].weight.grad)
+
+
+def launch_and_note_events() -> list[str]:
+    """Calls a function in two forked processes, and returns what was started in which order."""
+    for name in [name for name in os.environ if name.endswith("RANK")]:
+        del os.environ[name]
+    events: list[str] = []
+    start, open_board = ForkProcess.start, spawn.open_board
+
+    def note_start(self: Any) -> None:
+        events.append("process")
+        start(self)
+
+    def note_board(*args: Any, **options: Any) -> Any:
+        events.append("board")
+        return open_board(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkProcess, "start", note_start)
+        patch.setattr(spawn, "open_board", note_board)
+        plain.launch_distributed(os.getpid, processes=2, start_method="fork")
+    return events
+
+
+def test_no_process_is_forked_while_others_connect(pool2: Pool) -> None:
+    """It could inherit a lock that the thread of the board holds, and would wait for it forever."""
+    assert pool2.run(launch_and_note_events, init=False)[0] == ["process", "process", "board"]
