@@ -128,6 +128,16 @@ def test_show_describes_a_checkpoint(tmp_path: Path, shoal: Command) -> None:
         assert words in text
 
 
+def test_folders_of_checkpoints_are_told_how_to_name_one(tmp_path: Path, shoal: Command) -> None:
+    run = tmp_path / "mine"
+    step = save(run)
+    assert f"{run} is a run folder; give {run}/last, {run}/best or one of its checkpoints, such as {step}" in (
+        shoal("show", run).err
+    )
+    assert f"nor a run folder; give {run}/last, a checkpoint of a run in it" in shoal("show", tmp_path).err
+    assert shoal("show", run / "last").code == 0
+
+
 def test_names_with_control_characters_are_escaped(tmp_path: Path, shoal: Command) -> None:
     path = save(tmp_path, train_state=TrainState({"[red]a\x1b[2J": torch.zeros(2)}, {}))
     text = shoal("show", path).out

@@ -90,11 +90,15 @@ def open_step_folder(path: Path, base: Path | None = None) -> Checkpoint:
     path = named_checkpoint(path)
     _check_folder(path, "a step folder")
     if steps := _steps_in(path):
-        raise UserError(f"{path} is a run folder; give one of its step folders, such as {steps[-1]}")
-    if not (path / MANIFEST).exists():
         raise UserError(
-            f"{path} is not a checkpoint: it has no {MANIFEST}; give a folder such as RUN/checkpoints/step_00000100"
+            f"{path} is a run folder; give {path}/last, {path}/best or one of its checkpoints, such as {steps[-1]}"
         )
+    if not (path / MANIFEST).exists():
+        runs = [str(folder) for folder in sorted(path.iterdir()) if folder.is_dir() and _steps_in(folder)]
+        example = (
+            f"{runs[0]}/last, a checkpoint of a run in it" if runs else "RUN/last or RUN/checkpoints/step_00000100"
+        )
+        raise UserError(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run folder; give {example}")
     checkpoint = open_checkpoint(path)
     if base is None:
         return checkpoint

@@ -30,8 +30,13 @@ def chat(
     """
     from shoal.training.chat import Chat
 
-    conversation = Chat(path, device, max_new_tokens, temperature, base)
     interactive = prompt is None and sys.stdin.isatty()
+    if interactive:
+        print(f"reading the model of {path} …", file=sys.stderr)
+    conversation = Chat(path, device, max_new_tokens, temperature, base)
+    if interactive:
+        remembers = "answers, and remembers the turns before" if conversation.has_template else "continues each text"
+        print(f"{conversation.folder} {remembers}; an empty line ends", file=sys.stderr)
     while True:
         if interactive:
             print("> ", end="", flush=True)

@@ -183,7 +183,7 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
     print("run folder  ", printable(str(outcome.output_dir)))
     if outcome.stop_reason is not None:
         reason = one_line(outcome.stop_reason)
-        print(f"ended early: {reason}; to train on, change the section callbacks or name a checkpoint.resume")
+        print(f"ended early: {reason}; to train more, change the section callbacks or name a checkpoint.resume")
     elif outcome.first_step < outcome.step < outcome.total_steps:
         print(f"the data ended before step {outcome.total_steps}")
     elif outcome.step > outcome.total_steps:
@@ -192,7 +192,7 @@ def _print_outcome(outcome: Outcome, run: Run, command: list[str], overrides: li
         epochs = run.config.training.num_epochs
         key, value = ("num_epochs", 2 * epochs) if epochs else ("max_steps", 2 * outcome.step)
         others = [override for override in overrides if override.partition("=")[0].strip() != f"training.{key}"]
-        print("train on    ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
+        print("train more  ", printable(shlex.join([*command, *others, f"training.{key}={value}"])))
     if run.config.recipe in RECIPES and hasattr(run.recipe_type, "transformers_config"):
         print("talk with   ", printable(shlex.join([command[0], "chat", str(outcome.output_dir)])))
     print("plot with   ", printable(shlex.join([_command("tensorboard"), "--logdir", str(outcome.output_dir)])))

@@ -36,15 +36,31 @@ def verify(
     --strategies that refuses the model, 3 if a layout does other work than promised or cannot be compared.
     """
     from shoal.config import load_run
-    from shoal.verify import Table, exit_code, print_verdict, prove
+    from shoal.verify import Table, Verdict, exit_code, print_verdict, prove
+    from shoal.verify.verdicts import Waiting
 
     layouts = [name for name in strategies.split(",") if name] or None
-    on_verdict = (lambda verdict: None) if as_json else print_verdict if verbose else Table().add
+    table, waiting = Table(), Waiting()
+
+    def say(verdict: Verdict) -> None:
+        waiting.hide()
+        if verbose:
+            print_verdict(verdict)
+        else:
+            table.add(verdict)
+
+    on_verdict = (lambda verdict: None) if as_json else say
     on_warning = partial(print, file=sys.stderr if as_json else sys.stdout)
-    verdicts = prove(
-        load_run(config, overrides or ()), procs, layouts, steps, on_verdict=on_verdict, on_warning=on_warning
-    )
+    run = load_run(config, overrides or ())
+    try:
+        verdicts = prove(
+            run, procs, layouts, steps, on_verdict=on_verdict, on_warning=on_warning, on_start=waiting.show
+        )
+    finally:
+        waiting.hide()
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
+    elif not verbose:
+        table.explain()
     if code := exit_code(verdicts, asked_by_name=bool(layouts)):
         raise typer.Exit(code)

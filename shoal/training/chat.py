@@ -43,6 +43,8 @@ class Chat:
         self.recipe = make_recipe(name, sections)
         if not hasattr(self.recipe, "transformers_config"):
             raise UserError(f"{folder} was trained by recipe {name}, which has no model to talk to; use causal_lm")
+        self.folder = folder
+        """The checkpoint whose model talks."""
         self.model: Any = load(folder, device=device, base=base)
         self.tokenizer = self.recipe.tokenizer
         self.has_template = getattr(self.tokenizer, "template", None) is not None

@@ -80,7 +80,7 @@ def _judge(scores: Sequence[Score], mean: float, can_swap: bool, name: str, warn
     if not all(isfinite(number) for score in scores for number in (score.total, score.count)):
         return "not checked to be a sum: it is not finite"
     if _is_sum(whole, first, second):
-        return "a sum over samples"
+        return "a sum over samples, as it has to be"
     if whole.total != 0 and _near(whole.total, mean, abs(whole.total)):
         raise UserError(
             f"recipe {name}: loss is a mean, but shoal needs the sum over the batch and divides it by the count; use "

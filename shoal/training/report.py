@@ -242,7 +242,7 @@ class Report:
             how = describe_kernels(own, strategy.device, dtype)
             yield "kernels", ", ".join(filter(None, (fused, how))), ("training.kernels",)
         elif any(map(has_fused_path, session.model.modules())):
-            yield "kernels", "plain", ("training.kernels",)
+            yield "kernels", self._why_plain(), ("training.kernels",)
         if names := engaged.checkpointed_modules:
             recomputed = f"{len(names)} module{'s' * (len(names) != 1)}, {training.activation_checkpointing.mode}"
             recomputed += ", inputs in host memory" * (engaged.host_inputs is not None)
@@ -323,6 +323,13 @@ class Report:
             keys = tuple(key for key in sources if f"{key}.".startswith(f"distributed.{section}."))
             if keys and strategy.name not in users:
                 yield "not in force", f"distributed.{section}: the strategy is {strategy.name}", keys
+
+    def _why_plain(self) -> str:
+        """Returns why no module is fused though some could be."""
+        if self.training.kernels == "plain":
+            return "plain PyTorch"
+        is_gpu = self.shell.strategy.device.type == "cuda"
+        return f"plain PyTorch, because {'fused ones would not be faster' if is_gpu else 'there is no GPU'}"
 
     def _optimizer(self) -> tuple[str, str, tuple[str, ...]]:
         """Returns the row of the optimizer: what it is, its learning rates, schedule, weight decay and clipping."""

@@ -118,11 +118,12 @@ def prove(
     runner: Runner = in_new_processes,
     on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     on_warning: Callable[[str], None] = lambda line: None,
+    on_start: Callable[[str], None] = lambda what: None,
 ) -> list[Verdict]:
     """Compares layouts with one device: those in `layouts`, or all that fit the config and the config's own.
 
-    Calls `on_verdict` after each layout, and `on_warning` if the config's own layout cannot be proved. A layout that
-    refuses the model when it is built or trained gets a verdict with the reason.
+    Calls `on_start` with what is trained next, `on_verdict` after each layout, and `on_warning` if the config's own
+    layout cannot be proved. A layout that refuses the model when it is built or trained gets a verdict with the reason.
     """
     if steps < 2 or procs < 2:
         raise UserError(f"--steps {steps} --procs {procs}: both must be at least 2")
@@ -142,13 +143,15 @@ def prove(
         on_warning("training.cuda_graphs is not in force without a GPU, so recordings are not part of the proof")
     if left_out := [choice.name for choice in run.callbacks if choice.name.partition(".")[0] not in AVERAGES]:
         on_warning(f"not part of the proof: the callbacks {', '.join(left_out)}")
+    on_start("one device")
     (reference,) = runner(reference_run(run, procs), 1, steps, None, False)
     shared, float64 = reference.shared(), _Float64(runner, run, procs, steps)
     verdicts = []
-    for candidate in chosen:
+    for number, candidate in enumerate(chosen, 1):
         new_run = candidate_run(run, candidate, procs)
         layout = layout_on(with_fp32_weights(new_run), procs)
         own_layout = own.description if own and own.name == candidate.name else None
+        on_start(f"{candidate.name}, layout {number} of {len(chosen)}")
         try:
             traces = runner(new_run, layout.world_size, steps, shared, False)
         except UserError as refusal:  # the other layouts can still be proved
@@ -170,6 +173,7 @@ def prove(
         checks = compare(reference, traces, expected, layout.precision)
         why_float64 = ""
         if layout.precision == "fp32" and float64.may_decide(checks, reference, traces):
+            on_start(f"{candidate.name} in float64, because it differs in fp32")
             checks, why_float64 = float64.repeat(checks, new_run, layout.world_size, expected)
         verdicts.append(
             Verdict(
@@ -185,6 +189,7 @@ def prove(
         )
         on_verdict(verdicts[-1])
     if method and own is not None and not why_own_missing and (not layouts or EXCHANGE in layouts):
+        on_start(EXCHANGE)
         verdicts.append(_prove_exchange(run, original, own, procs, steps, runner, reference))
         on_verdict(verdicts[-1])
     return verdicts

@@ -28,6 +28,10 @@ ANSWERS: Mapping[Outcome, tuple[str, str]] = {
     "left out": ("cannot", "-"),
 }
 """The answers in the table: is the training the same, and does the layout do its work?"""
+_COLUMNS = (
+    "same training: losses, gradients and weights equal those of one device, within rounding\n"
+    "does its work: no rank computes, holds or sends more than its part; -v shows each check"
+)
 _ROW = "{:<18}  {:>9}  {:<13}  {:<13}  {}"
 
 
@@ -50,6 +54,28 @@ class Table:
             work = "yes"
         row = _ROW.format(verdict.layout, verdict.procs, same, work, _remark(verdict)).rstrip()
         console.print(row, style="red" if "NO" in (same, work) else None)
+
+    def explain(self) -> None:
+        """Prints what the columns mean."""
+        _console().print(_COLUMNS)
+
+
+class Waiting:
+    """Shows on a terminal what is trained now, in a line that goes away."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+
+    def show(self, what: str) -> None:
+        """Shows that something is trained, in place of what was shown before."""
+        self.hide()
+        if self._is_shown:
+            print(f"training: {what} …", end="", file=sys.stderr, flush=True)
+
+    def hide(self) -> None:
+        """Removes the line. Call it before anything else is printed."""
+        if self._is_shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def print_verdict(verdict: Verdict) -> None:

@@ -408,12 +408,21 @@ def test_shoal_data_refuses_recipes_that_show_nothing(toy: Any) -> None:
 def test_samples_from_all_over_each_file_are_shown(tmp_path: Path) -> None:
     more = write_lines(tmp_path / "more.jsonl", facts(20))
     both = tree(tmp_path, dataset={"train_file": [str(tmp_path / "facts.jsonl"), more]})
-    assert check_run(both).make_recipe().view_data(4).titles == [f"sample {index}" for index in (0, 7, 14, 21)]
+    titles = check_run(both).make_recipe().view_data(4).titles
+    assert [title.partition(",")[0] for title in titles] == [f"sample {index}" for index in (0, 7, 14, 21)]
     weighted = [{"file": str(tmp_path / "facts.jsonl"), "weight": 1}, {"file": more, "weight": 2}]
     view = check_run(tree(tmp_path, dataset={"train_file": weighted})).make_recipe().view_data(3)
-    names = [title.replace(f"{tmp_path}/", "") for title in view.titles]
+    names = [title.replace(f"{tmp_path}/", "").partition(",")[0] for title in view.titles]
     assert names == ["sample 0 of facts.jsonl", "sample 4 of facts.jsonl", "sample 0 of more.jsonl"]
     assert len(view.samples) == 3
+
+
+def test_samples_that_may_be_truncated_are_marked(tmp_path: Path) -> None:
+    long = {"instruction": "Say", "output": "word " * 100}
+    file = write_lines(tmp_path / "long.jsonl", [facts(1)[0], long])
+    titles = check_run(tree(tmp_path, dataset={"train_file": file})).make_recipe().view_data(2).titles
+    assert "truncated" not in titles[0]
+    assert titles[1] == "sample 1, 128 tokens, probably truncated: dataset.max_seq_length"
 
 
 def test_the_examples_in_the_docs_are_valid(tmp_path: Path) -> None:

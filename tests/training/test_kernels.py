@@ -53,8 +53,8 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 @pytest.mark.parametrize(
     ("kernels", "words", "heads"),
     [
-        ("auto", "plain  (command line)", Heads),
-        ("plain", "plain  (command line)", Heads),
+        ("auto", "plain PyTorch, because there is no GPU  (command line)", Heads),
+        ("plain", "plain PyTorch  (command line)", Heads),
         (
             "fused",
             "fused in 2 modules (levels.0.heads, …), in PyTorch: Triton needs a CUDA device, and this is cpu"

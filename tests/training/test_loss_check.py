@@ -18,7 +18,7 @@ from shoal.training.loss_check import check_loss
 from shoal.training.report import SEPARATOR
 from shoal.types import MicroBatch, Weights
 
-SUM, MEAN = "a sum over samples", "loss is a mean"
+SUM, MEAN = "a sum over samples, as it has to be", "loss is a mean"
 
 
 class Mean(Points):

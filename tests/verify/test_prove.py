@@ -26,6 +26,7 @@ from shoal.verify.draws import WatchDraws
 from shoal.verify.expected_work import Case, ExpectedWork, expected_work
 from shoal.verify.layouts import LAYOUTS, OWN, Candidate, candidate_run, layout_on, own_candidate, reference_run
 from shoal.verify.trace import Trace, norm, trace
+from shoal.verify.verdicts import Waiting
 from verify.planted import trace_with
 from verify.runs import bdh, failed, ragged, runner_on, with_adamw
 
@@ -294,9 +295,11 @@ def test_modules_that_mix_samples_are_named(pool2: Pool) -> None:
 
 def test_batch_statistics_are_frozen_for_the_proof(pool2: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     run = ragged("Normed", global_batch_size=12)
-    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, adamw=False))
+    trained: list[str] = []
+    (verdict,) = prove(run, 2, ["ddp"], runner=runner_on(pool2, adamw=False), on_start=trained.append)
     assert verdict.passed, failed(verdict)
     assert (verdict.mixing, verdict.frozen_statistics) == ([], ["2"])
+    assert trained == ["one device", "ddp, layout 1 of 1"]
     Table().add(verdict)
     assert "batch norms use frozen statistics for the proof (2)" in capsys.readouterr().out
 
@@ -319,6 +322,23 @@ def test_the_table_has_a_row_for_each_layout(capsys: pytest.CaptureFixture[str])
         ["tp", "2", "yes", "NO", "matmul FLOPs: twice; -v shows all checks"],
         ["pp", "2", "cannot", "-", "no plan"],
     ]
+    table.explain()
+    explained = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert explained == rows[0][2:]
+
+
+def test_a_terminal_shows_what_is_trained_until_something_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Waiting().show("ddp")
+    assert not capsys.readouterr().err  # of a file
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    waiting = Waiting()
+    waiting.show("ddp")
+    waiting.hide()
+    _, shown, end = capsys.readouterr().err.rsplit("\r", 2)
+    assert "training: ddp" in shown
+    assert end == "\x1b[2K"
 
 
 def case_of(run: Run, layout: Candidate, procs: int) -> Case:

@@ -120,7 +120,12 @@ def view_data(prepared: Prepared, tokenizer: ChatTokenizer, number: int) -> Data
     sets = prepared.sets("train")
     places = _spread([len(one) for one in sets], number)
     shown = [_pieces(*sets[one].sample(index), tokenizer) for one, index in places]
-    titles = [f"sample {index}" + f" of {summaries[one]['name']}" * (len(sets) > 1) for one, index in places]
+    titles = []
+    for one, index in places:
+        length = int(sets[one].lengths()[index])
+        may_be_cut = bool(summaries[one]["truncated"]) and length == config.max_seq_length
+        name = f"sample {index}" + f" of {summaries[one]['name']}" * (len(sets) > 1)
+        titles.append(f"{name}, {length:,} tokens" + ", probably truncated: dataset.max_seq_length" * may_be_cut)
     return DataView(shown, facts, _histogram(lengths), titles)
 
 
@@ -157,4 +162,4 @@ def _histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // _BARS))
     counts = np.bincount((lengths - low) // width)
-    return [(low + i * width, low + (i + 1) * width - 1, int(count)) for i, count in enumerate(counts)]
+    return [(low + i * width, min(low + (i + 1) * width - 1, high), int(count)) for i, count in enumerate(counts)]
