@@ -276,12 +276,12 @@ class RecipeBody:
                 before_update()
 
         self.before_update = look_for_unused
-        with report.watch():
+        with report.first_step.watch():
             yield
         self.before_update = before_update
         report.unused = [name for name in unused_by_update[0] if all(name in unused for unused in unused_by_update)]
         report.clipping = self.clipping or report.clipping
-        report.check()
+        report.first_step.check()
         if self.strategy.is_main_process:
             report.write(report.shell.output_dir / "report.txt")
         observers.console.line(str(report))

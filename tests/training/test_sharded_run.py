@@ -68,7 +68,7 @@ def test_a_sharded_run_is_the_run_of_one(pool2: Pool, tmp_path: Path, model: Any
 
 
 def test_where_nothing_is_recomputed_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.training.report.num_recomputed", lambda: 0)
+    monkeypatch.setattr("shoal.training.first_step.num_recomputed", lambda: 0)
     run = in_folder(bdh(tmp_path, batch_size=2, activation_checkpointing="full"), tmp_path / "out")
     with pytest.raises(UserError, match="nothing was computed again in the first step's backward"):
         train(run)
