@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,6 +78,7 @@ __all__ = [
     "hide_warning_about_contexts",
     "is_fake",
     "move_towards",
+    "num_graphs",
     "post_accumulate_hooks",
     "prepare_for_many_sizes",
     "replace_in_graphs",
@@ -321,6 +323,18 @@ def compile_cache_folders() -> tuple[Path, Path]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()), Path(get_lock_dir())
+
+
+@cache
+def _counters() -> Any:
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def num_graphs() -> int:
+    """Returns how many graphs torch.compile has captured in this process. Cheap enough for every call of a block."""
+    return int(_counters()["stats"]["unique_graphs"])
 
 
 def compile_counts() -> CompileCounts:

@@ -60,8 +60,6 @@ class MicroBatch:
     weight: int = 1
     """1, or 0 for a filler: all ranks run the same number of micro-batches, so a rank that runs out of samples repeats
     some, whose loss, count and gradient are left out."""
-    is_usual_size: bool = True
-    """False if it has fewer samples than the run's batch size, or more, in an epoch with another batch size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,7 @@ class _MicroBatches(IterableDataset[_Item | UserError]):
             reader = self.open_reader()
             for keys, weight, position in islice(self._plan(reader), worker, None, num_workers):
                 epochs, ids = zip(*keys, strict=True)
-                is_usual_size = len(keys) == self.batches.phases[0].batch_size
-                yield _Item(MicroBatch(self._fetch(reader, keys), epochs, ids, weight, is_usual_size), position)
+                yield _Item(MicroBatch(self._fetch(reader, keys), epochs, ids, weight), position)
         except UserError as error:  # yielded, not raised: torch would wrap it into a page of traceback
             yield error
 

@@ -44,7 +44,7 @@ from shoal.tensors import is_on_host, map_tensors
 from shoal.torch_private import set_group_timeout
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import BatchSizes, CompiledModules
+from shoal.transform.compile import CompiledModules, GraphChoice
 from shoal.transform.host_inputs import HostInputs, keep_inputs_on_host
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, check_precision
@@ -449,7 +449,7 @@ class DistributedStrategy(ABC):
     def _prepare_batches(self, micro_batches: Sequence[MicroBatch], recipe: Objective) -> list[Any]:
         """Returns the micro-batches as the model sees them: of every sequence, the part that this rank computes."""
         if self.engaged.compiled:
-            self.engaged.compiled.sizes.look_at(micro_batches, recipe.sizes_vary)
+            self.engaged.compiled.choice.sizes_vary = recipe.sizes_vary
         batches = [prepare_batch(micro, recipe, self._seed, self.device) for micro in micro_batches]
         if self.layout.mesh["cp"] == 1 and not self.layout.sequence_parallel:
             return batches
@@ -472,16 +472,16 @@ class DistributedStrategy(ABC):
     def _transform(self, model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None = None) -> None:
         """Makes the head compute the loss, blocks recompute their activations, and compiles them."""
         layout, engaged = self.layout, self.engaged
-        sizes = BatchSizes() if layout.compile else None
+        choice = GraphChoice() if layout.compile else None
         # The head computes the loss in chunks, or where ranks share the vocabulary and so the loss.
         shares_vocabulary = tensor is not None and plan.head is not None and plan.tensor.get(plan.head) == "vocabulary"
         in_other_stage = layout.mesh["pp"] > 1 and plan.head is None
         if (shares_vocabulary or layout.loss_chunks > 1) and not in_other_stage:
             shared = tensor if shares_vocabulary else None
-            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, sizes, shared, layout.fp8_head)
+            engaged.chunked_head = ChunkedHead(model, plan, layout.loss_chunks, choice, shared, layout.fp8_head)
         recompute = layout.activation_checkpointing
         if layout.compile:
-            engaged.compiled = CompiledModules(model, plan, sizes)
+            engaged.compiled = CompiledModules(model, plan, choice)
         names = engaged.checkpointed_modules = apply_activation_checkpointing(model, plan, recompute)
         if engaged.compiled:
             engaged.compiled.compile(self.device)

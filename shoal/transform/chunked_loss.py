@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.errors import UserError
 from shoal.forward import add_layer
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, local
-from shoal.transform.compile import BatchSizes
+from shoal.transform.compile import GraphChoice
 from shoal.transform.float8_head import GRADIENT_TYPE, Float8Gradient, Float8Weight, check_sizes, to_float8
 from shoal.types import IGNORED_LABEL, ParallelPlan
 
@@ -58,11 +58,11 @@ class ChunkedHead:
         model: nn.Module,
         plan: ParallelPlan,
         chunks: int,
-        sizes: BatchSizes | None = None,
+        choice: GraphChoice | None = None,
         tensor: TensorParallel | None = None,
         float8: bool = False,
     ) -> None:
-        """With `sizes` the loss is compiled. `tensor` is given if ranks share the vocabulary: each then computes the
+        """With `choice` the loss is compiled. `tensor` is given if ranks share the vocabulary: each then computes the
         logits of some tokens. `float8` says that products with the weight are computed in fp8."""
         self.cause, self.advice = f"training.loss_chunks = {chunks}", "set it to 1"
         """Which setting makes the head compute the loss, and what to change otherwise; for errors."""
@@ -88,9 +88,8 @@ class ChunkedHead:
         self.is_float8 = float8
         """Whether the logits and the gradients of the head's inputs are computed in fp8."""
         self._chunks = chunks
-        self._sizes = sizes or BatchSizes()
-        self._score: Scoring = _score if sizes is None else sizes.compile(_score)
-        self._to_float8 = (to_float8 if sizes is None else sizes.compile(to_float8)) if float8 else None
+        self._score: Scoring = _score if choice is None else choice.compile(_score)
+        self._to_float8 = (to_float8 if choice is None else choice.compile(to_float8)) if float8 else None
         self._tensor = tensor
         self._labels: Tensor | None = None
         self._scale: Tensor | None = None
@@ -137,8 +136,7 @@ class ChunkedHead:
         # Under no_grad, requires_grad of a parameter is still true.
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         options = self._scale, self._chunks, wanted, score, self._to_float8
-        with self._sizes.unusual_if(len(labels) % self._chunks != 0):  # then the last chunk is smaller
-            loss = _ChunkedLoss.apply(hidden, weight, bias, labels, *options)
+        loss = _ChunkedLoss.apply(hidden, weight, bias, labels, *options)
         assert isinstance(loss, Tensor)
         return loss
 

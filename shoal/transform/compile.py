@@ -3,85 +3,49 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from shoal.errors import UserError
 from shoal.forward import add_layer, make_views_before
-from shoal.tensors import map_tensors
-from shoal.torch_private import prepare_for_many_sizes
+from shoal.torch_private import num_graphs, prepare_for_many_sizes
 from shoal.transform.compile_cache import remove_broken_libraries
-from shoal.types import MicroBatch, ParallelPlan
+from shoal.types import ParallelPlan
 
 LAUNCHED_TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 """torch.compile's options that make one kernel of several whose results do not depend on each other."""
+MOST_SIZES = 8
+"""For how many sizes a function gets a graph each, before torch decides which graphs to make."""
 _NUMBERS = count()
-DYNAMIC = {"usual": None, "usual in evaluation": None, "unusual": False, "unusual in evaluation": False, "any": True}
-"""The option `dynamic` of torch.compile by the kind of sizes. None makes a graph for the first size and one for others,
-False one for each size, and True one for all."""
-Codes = Mapping[str, CodeType]
+Kind = Literal["one each", "one for all", "left to torch"]
+DYNAMIC: Mapping[Kind, bool | None] = {"one each": False, "one for all": True, "left to torch": None}
+"""The option `dynamic` of torch.compile by how graphs and sizes of tensors belong together."""
+Codes = Mapping[Kind, CodeType]
 
 
-class BatchSizes:
-    """Decides which graphs compute a batch, from the batch and its recipe alone.
+class GraphChoice:
+    """Decides which graphs compute a batch, so that it depends on the batch and its recipe alone.
 
-    torch makes a graph for the sizes that it sees first, and one for all sizes as soon as it sees others. The two round
-    differently, and which of them computes a batch depends on the batches before: a restarted process would not repeat
-    an undisturbed one. So there are several compiled functions here: for the sizes that most batches have, for steps
-    with a micro-batch of another number of samples, both again for evaluation, and for recipes whose sizes vary.
+    By itself torch makes a graph for the sizes that it sees first, and one for all sizes as soon as it sees others. The
+    two round differently, and which of them computes a batch depends on the batches before: a restarted process would
+    not repeat an undisturbed one. So every size has a graph of its own here, and recipes whose sizes vary have one for
+    all sizes from the start. Only what goes through many sizes unsaid is left to torch, with a warning.
     """
 
     def __init__(self) -> None:
-        self.kind = "usual"
-        """Which functions compute now: a key of DYNAMIC."""
-        self._where = ""
-        self._seen: list[torch.Size] | None = None
-
-    def look_at(self, micro_batches: Sequence[MicroBatch], sizes_vary: bool) -> None:
-        """Decides for the micro-batches of a step. `sizes_vary` is the recipe's."""
-        self._where = "" if torch.is_grad_enabled() else " in evaluation"
-        is_usual = all(micro.is_usual_size for micro in micro_batches)
-        self.kind = "any" if sizes_vary else f"{'usual' if is_usual else 'unusual'}{self._where}"
-        if self.kind == "usual":
-            for micro in micro_batches:
-                self._check(micro)
-
-    def _check(self, micro: MicroBatch) -> None:
-        """Warns, once, if a training batch has other sizes than the one before; the number of samples is known."""
-        sizes: list[torch.Size] = []
-        map_tensors(lambda tensor: sizes.append(tensor.shape[1:]), micro.data)
-        if self._seen and sizes != self._seen:
-            before, now = next(pair for pair in zip(self._seen, sizes, strict=False) if pair[0] != pair[1])
-            sizes = []
-            warnings.warn(
-                f"training.compile = true: batches vary in size (a sample had a tensor of shape {[*before]}, now one "
-                f"of {[*now]}). torch compiles again for new sizes, which takes long, and a resumed run may differ "
-                "from this one in its last digits. Write `sizes_vary = True` into the class of the recipe",
-                stacklevel=2,
-            )
-        if self._seen is None or not sizes:
-            self._seen = sizes  # an empty list ends the comparison
-
-    @contextmanager
-    def unusual_if(self, is_unusual: bool) -> Iterator[None]:
-        """Is entered around what is computed for sizes that are unusual in a usual batch, too."""
-        before = self.kind
-        if is_unusual and before != "any":
-            self.kind = f"unusual{self._where}"
-        try:
-            yield
-        finally:
-            self.kind = before
+        self.sizes_vary = False
+        """Whether the recipe that computes now says that sizes vary."""
+        self._left_to_torch = {True: False, False: False}
+        """Whether torch decides, with gradients and without."""
 
     def compile(self, function: Callable[..., Any], codes: Codes | None = None, **options: Any) -> Callable[..., Any]:
-        """Returns a function compiled by torch.compile with these options, once for each kind of sizes.
+        """Returns a function compiled by torch.compile with these options, once for each kind.
 
         Functions that are given the same `codes` share their graphs.
         """
@@ -91,16 +55,44 @@ class BatchSizes:
             kind: torch.compile(_with_code(function, codes[kind]), dynamic=dynamic, **options)
             for kind, dynamic in DYNAMIC.items()
         }
+        num_sizes = {True: 0, False: 0}
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled[self.kind](*args, **kwargs)
+            with_gradient = torch.is_grad_enabled()
+            kind = self._kind(with_gradient)
+            if kind != "one each" or torch.compiler.is_compiling():
+                return compiled[kind](*args, **kwargs)
+            before = num_graphs()
+            result = compiled[kind](*args, **kwargs)
+            if num_graphs() != before:
+                num_sizes[with_gradient] += 1
+                if num_sizes[with_gradient] > MOST_SIZES:
+                    self._leave_to_torch(with_gradient)
+            return result
 
         return call
 
+    def _kind(self, with_gradient: bool) -> Kind:
+        if self.sizes_vary:
+            return "one for all"
+        return "left to torch" if self._left_to_torch[with_gradient] else "one each"
+
+    def _leave_to_torch(self, with_gradient: bool) -> None:
+        if self._left_to_torch[with_gradient]:
+            return
+        self._left_to_torch[with_gradient] = True
+        where = "training" if with_gradient else "evaluation"
+        warnings.warn(
+            f"training.compile = true: in {where}, blocks were compiled for {MOST_SIZES} sizes, and there are more. "
+            "Now torch makes graphs that fit several sizes, so a resumed run may differ from this one in its last "
+            "digits. Write `sizes_vary = True` into the class of the recipe, or bring batches to fewer sizes",
+            stacklevel=2,  # a place in shoal, whose warnings the command line shows in one line
+        )
+
 
 def copy_code(function: Callable[..., Any], name: str) -> Codes:
-    """Returns copies of a function's code for all kinds of sizes, under names that no other code has.
+    """Returns copies of a function's code for all kinds of graphs, under names that no other code has.
 
     torch keeps a limited number of graphs for a code object, and remembers by name and line which sizes have changed.
     It would take the sizes of another model in the process for such a change, and make slower graphs for all sizes.
@@ -115,7 +107,9 @@ def _with_code(function: Any, code: CodeType) -> Callable[..., Any]:
     return wraps(function)(copied)
 
 
-def compile_forwards(modules: Sequence[nn.Module], sizes: BatchSizes, options: Mapping[str, Any] | None = None) -> None:
+def compile_forwards(
+    modules: Sequence[nn.Module], choice: GraphChoice, options: Mapping[str, Any] | None = None
+) -> None:
     """Compiles the forwards of modules that have layers, with all of them. Those of one class share their graphs.
 
     `options` are those of torch.compile. All layers have the same code, so that other classes and other models would
@@ -126,7 +120,7 @@ def compile_forwards(modules: Sequence[nn.Module], sizes: BatchSizes, options: M
         forward, kind = module.forward, type(module)
         if kind not in codes:
             codes[kind] = copy_code(forward, f"forward_of_{kind.__name__}")
-        module.forward = sizes.compile(forward, codes[kind], options=dict(options) if options else None)
+        module.forward = choice.compile(forward, codes[kind], options=dict(options) if options else None)
         make_views_before(module)
 
 
@@ -138,9 +132,9 @@ class CompiledModules:
     part of the graphs.
     """
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, sizes: BatchSizes | None = None):
+    def __init__(self, model: nn.Module, plan: ParallelPlan, choice: GraphChoice | None = None):
         self.modules = [model.get_submodule(name) for name in plan.blocks] or [model]
-        self.sizes = sizes or BatchSizes()
+        self.choice = choice or GraphChoice()
         self.eager_calls = 0
         """How many calls of blocks with gradients ran uncompiled: evaluations and previews may."""
         self._has_warned = False
@@ -158,7 +152,7 @@ class CompiledModules:
         small = device.type == "cuda" and any(getattr(member, "has_small_matrices", False) for member in members)
         if device.type == "cpu":
             remove_broken_libraries()
-        compile_forwards(self.modules, self.sizes, LAUNCHED_TOGETHER if small else None)
+        compile_forwards(self.modules, self.choice, LAUNCHED_TOGETHER if small else None)
 
     def check_around(self, modules: list[nn.Module], key: str) -> None:
         """Refuses layers that are to be added after `compile` to other modules than the compiled ones."""

@@ -42,7 +42,7 @@ from shoal.training.optimizers import build_optimizer
 from shoal.training.trainer import RecipeBody
 from shoal.transform.activation_checkpointing import apply_activation_checkpointing
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import BatchSizes, CompiledModules
+from shoal.transform.compile import CompiledModules, GraphChoice
 from shoal.transform.host_inputs import keep_inputs_on_host
 from shoal.types import IGNORED_LABEL, MicroBatch, ParallelPlan
 from shoal.verify import prove
@@ -319,7 +319,7 @@ def test_a_head_in_fp8_is_near_one_in_float64(note: Callable[[str, str], None], 
     labels = torch.randint(4096, (2, 500), device="cuda")
     labels[0, :9] = IGNORED_LABEL
     chunks = ChunkedHead(
-        nn.Sequential(head), ParallelPlan(head="0"), 3, BatchSizes() if compiled else None, float8=True
+        nn.Sequential(head), ParallelPlan(head="0"), 3, GraphChoice() if compiled else None, float8=True
     )
     scale = torch.tensor(1 / 300, device="cuda")
     with torch.autocast("cuda", torch.bfloat16), chunks.scoring(labels, scale), FlopCounterMode(display=False) as flops:

@@ -17,7 +17,7 @@ from shoal.recipes.recipe import IGNORED_LABEL, token_loss
 from shoal.torch_private import TorchDispatchMode
 from shoal.transform import chunked_loss
 from shoal.transform.chunked_loss import ChunkedHead
-from shoal.transform.compile import BatchSizes
+from shoal.transform.compile import GraphChoice
 from shoal.types import ParallelPlan
 
 VOCAB, EMBD = 37, 16
@@ -262,10 +262,10 @@ def test_impossible_heads_are_refused_in_one_line() -> None:
 @pytest.mark.parametrize("build", MODELS)
 def test_compiled(build: Any) -> None:
     expected = plain(built(build))
-    assert_same(chunked(built(build), 4, scale=1.0, sizes=BatchSizes()), expected, 1e-6)
+    assert_same(chunked(built(build), 4, scale=1.0, choice=GraphChoice()), expected, 1e-6)
     whole = built(build)
     whole.compile()  # the way of a model without blocks
-    assert_same(chunked(whole, 4, scale=1.0, sizes=BatchSizes()), expected, 1e-6)
+    assert_same(chunked(whole, 4, scale=1.0, choice=GraphChoice()), expected, 1e-6)
 
 
 class Products(TorchDispatchMode):
