@@ -40,7 +40,7 @@ class FirstStep:
 
     def check(self) -> None:
         """Stops the run if something that was asked for had no effect."""
-        if self.engaged.compiled:
+        if self.training.compile:
             self._check_compiled(self.engaged.compiled)
         nothing_recomputed = num_recomputed() == self._recomputed_before
         # What is recomputed inside of a graph is not counted.
@@ -87,13 +87,14 @@ class FirstStep:
                 f"use fp32, or {cause or 'look for code in the model that turns autocast off'}"
             )
 
-    def _check_compiled(self, compiled: CompiledModules) -> None:
+    def _check_compiled(self, compiled: CompiledModules | None) -> None:
         before, now = self._compiled_before, compile_counts()
         of_update = getattr(self.session.optimizer, "num_graphs", 0)
         self.compiled = CompileCounts(now.graphs - before.graphs - of_update, now.breaks - before.breaks, now.reason)
-        if not self.compiled.graphs or compiled.eager_calls:
+        if compiled is None or not self.compiled.graphs or compiled.eager_calls:
             why = f": {now.reason}" if self.compiled.breaks else ""
-            recomputed = " Recomputed modules are compiled as a whole or not at all." if compiled.eager_calls else ""
+            has_calls = compiled is not None and compiled.eager_calls
+            recomputed = " Recomputed modules are compiled as a whole or not at all." if has_calls else ""
             raise UserError(
                 f"training.compile = true, but in the first step the model's blocks ran without being compiled{why}; "
                 "TORCH_LOGS=graph_breaks,recompiles shows where; change the model, or set training.compile = "

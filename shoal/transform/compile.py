@@ -15,7 +15,7 @@ from torch import nn
 from shoal.errors import UserError
 from shoal.forward import add_layer, make_views_before
 from shoal.torch_private import num_graphs, prepare_for_many_sizes
-from shoal.transform.compile_cache import remove_broken_libraries
+from shoal.transform.compile_cache import check_cache, remove_broken_libraries
 from shoal.types import ParallelPlan
 
 LAUNCHED_TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
@@ -150,6 +150,7 @@ class CompiledModules:
         """
         members = (member for module in self.modules for member in module.modules())
         small = device.type == "cuda" and any(getattr(member, "has_small_matrices", False) for member in members)
+        check_cache()
         if device.type == "cpu":
             remove_broken_libraries()
         compile_forwards(self.modules, self.choice, LAUNCHED_TOGETHER if small else None)

@@ -7,7 +7,20 @@ from struct import error, unpack_from
 
 from filelock import FileLock, Timeout  # torch needs it, too
 
+from shoal.errors import UserError
 from shoal.torch_private import compile_cache_folders
+
+
+def check_cache() -> None:
+    """Raises UserError if torch.compile cannot store what it makes."""
+    folder, _ = compile_cache_folders()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"training.compile = true: torch.compile cannot write to {folder} ({error.strerror}); set "
+            "TORCHINDUCTOR_CACHE_DIR to another folder"
+        ) from None
 
 
 def remove_broken_libraries() -> None:
@@ -34,11 +47,11 @@ def is_whole(library: Path) -> bool:
     try:
         with library.open("rb") as file:
             size, head = library.stat().st_size, file.read(64)
-        if head[:4] != b"\x7fELF"[: len(head)]:
+        if head[:4] not in (b"\x7fELF"[: len(head)], b"\0\0\0\0"):  # linkers write the first lines last
             return True
         table, entry_size, num_entries = (unpack_from(f, head, at)[0] for f, at in (("<Q", 40), ("<H", 58), ("<H", 60)))
     except error:  # shorter than its first lines
         return False
     except OSError:
         return True
-    return bool(size >= table + entry_size * num_entries)
+    return bool(0 < table + entry_size * num_entries <= size)

@@ -400,12 +400,20 @@ def _packed(ranks: list[Trace]) -> list[Check]:
 
 def _compiled(ranks: list[Trace]) -> list[Check]:
     """Checks that blocks are compiled, if they are to be."""
-    calls = [rank.eager_calls for rank in ranks if rank.eager_calls is not None]
-    found = f"{max(calls, default=0)} calls of blocks ran uncompiled on the rank with the most"
-    detail = (
-        found if any(calls) else "every call of a block ran compiled, but for the steps whose operations are counted"
-    )
-    return [Check("compiled blocks", not any(calls), detail, "work")] if calls else []
+    works = [rank.compiled for rank in ranks if rank.compiled is not None]
+    if not works:
+        return []
+    eager_calls, graphs, breaks = max(w.eager_calls for w in works), min(w.graphs for w in works), works[0].breaks
+    if eager_calls:
+        detail = f"{eager_calls} calls of blocks ran uncompiled on the rank with the most"
+    elif not graphs:
+        detail = "nothing was compiled on the rank with the least"
+    else:
+        detail = (
+            f"{graphs} graph{'s' * (graphs != 1)}, {breaks or 'no'} break{'s' * (breaks != 1)}; not compiled where "
+        )
+        detail += "operations are counted"
+    return [Check("compiled blocks", graphs > 0 and not eager_calls, detail, "work")]
 
 
 def _collectives(reference: Trace, ranks: list[Trace], expected: ExpectedWork) -> Check:

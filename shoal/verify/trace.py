@@ -29,7 +29,7 @@ from shoal.processes.desync import Desync, check_samples
 from shoal.quantised import quantised_layers
 from shoal.strategies import Loop, from_config
 from shoal.tensors import local_part
-from shoal.torch_private import BATCH_NORM, TorchDispatchMode
+from shoal.torch_private import BATCH_NORM, TorchDispatchMode, compile_counts
 from shoal.training.evaluation import Evaluation
 from shoal.training.hooks import Hooks
 from shoal.training.metric_sums import means, sum_over_ranks, to_host
@@ -61,6 +61,17 @@ class Shared:
     gradients: dict[str, Tensor]
     later_gradients: dict[str, Tensor]
     """Both kinds, for the update alone."""
+
+
+@dataclass(frozen=True)
+class CompiledWork:
+    """What torch.compile did on one rank."""
+
+    eager_calls: int = 0
+    """How many calls of blocks ran uncompiled."""
+    graphs: int = 0
+    breaks: int = 0
+    """At how many places a graph had to end and what follows ran uncompiled."""
 
 
 @dataclass
@@ -102,8 +113,8 @@ class Trace:
     """What the optimizer keeps on this rank: momentum."""
     flops: int = 0
     """The FLOPs of the matrix products in one step."""
-    eager_calls: int | None = None
-    """How many calls of blocks were not compiled, where nothing was counted; None if nothing is to be compiled."""
+    compiled: CompiledWork | None = None
+    """What was compiled in the steps whose operations are not counted; None if nothing is to be compiled."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """What one step exchanges, by kind of collective."""
     exchange_errors: list[float] = field(default_factory=list)
@@ -362,12 +373,17 @@ class _Tracer:
 
     def _computed_compiled(self, compute: Callable[[], StepOutput]) -> StepOutput:
         """Computes a step, and notes whether all blocks that should be compiled are."""
-        compiled = self.strategy.engaged.compiled
-        if compiled is None:
+        if not self.strategy.layout.compile:
             return compute()
-        before = compiled.eager_calls
+        compiled, work = self.strategy.engaged.compiled, self.trace.compiled or CompiledWork()
+        eager_calls, counts = compiled.eager_calls if compiled else 0, compile_counts()
         output = compute()
-        self.trace.eager_calls = (self.trace.eager_calls or 0) + compiled.eager_calls - before
+        now = compile_counts()
+        self.trace.compiled = CompiledWork(
+            work.eager_calls + (compiled.eager_calls - eager_calls if compiled else 0),
+            work.graphs + now.graphs - counts.graphs,
+            work.breaks + now.breaks - counts.breaks,
+        )
         return output
 
     def _note_metrics(self, steps: Sequence[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ import shoal
 from shoal.checkpoint import step_folder
 from shoal.config import load_run
 from shoal.errors import UserError
+from shoal.strategies import DistributedStrategy
 from shoal.training import train
 from shoal.training.trainer import RecipeBody
 
@@ -206,3 +207,11 @@ def test_blocks_that_run_uncompiled_after_the_first_step_are_warned_of(
     toy.train("training.compile=true", "training.max_steps=6", "logging.every=1")
     (said,) = [line for line in "".join(capsys.readouterr()).splitlines() if "ran uncompiled" in line]
     assert "step 4: training.compile = true: " in said
+
+
+def test_a_strategy_that_compiles_nothing_is_noticed(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistributedStrategy, "_transform", lambda *arguments: None)
+    with pytest.raises(
+        UserError, match=r"training.compile = true, but in the first step the model's blocks ran without"
+    ):
+        toy.train("training.compile=true")

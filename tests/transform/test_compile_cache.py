@@ -11,6 +11,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from shoal.errors import UserError
 from shoal.torch_private import compile_cache_folders
 from shoal.transform.compile import CompiledModules
 from shoal.types import ParallelPlan
@@ -29,12 +30,22 @@ def test_libraries_that_are_not_whole_are_removed_before_compiling(cache: Path) 
     whole = shutil.copy(_ctypes.__file__, folder / "whole.main.so")
     for name, size in (("empty", 0), ("begun", 50), ("cut", Path(whole).stat().st_size - 1), ("written_now", 0)):
         (folder / f"{name}.main.so").write_bytes(Path(whole).read_bytes()[:size])
+    (folder / "headless.main.so").write_bytes(bytes(64) + Path(whole).read_bytes()[64:-9])
     (folder / "other.main.so").write_text("not a library of this system")
     (folder / "source.main.cpp").touch()
     with FileLock(locks / "written_now.lock"):
         CompiledModules(nn.Sequential(nn.Linear(2, 2)), ParallelPlan()).compile(torch.device("cpu"))
     left = {path.name.partition(".")[0] for path in folder.iterdir()}
     assert left == {"whole", "other", "written_now", "source"}
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("shoal.transform.compile_cache.compile_cache_folders", lambda: (tmp_path / "file" / "a", None))
+    with pytest.raises(
+        UserError, match=f"cannot write to {tmp_path}/file/a .Not a directory.; set TORCHINDUCTOR_CACHE"
+    ):
+        CompiledModules(nn.Sequential(nn.Linear(2, 2)), ParallelPlan()).compile(torch.device("cpu"))
 
 
 @pytest.mark.slow

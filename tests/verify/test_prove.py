@@ -20,6 +20,7 @@ from torch import nn
 from shoal.config import Run, derive_batches, load_run
 from shoal.config.mesh import data_size
 from shoal.errors import UserError
+from shoal.strategies import DistributedStrategy
 from shoal.verify import Table, Verdict, exit_code, print_verdict, prove
 from shoal.verify.compare import Check, CheckKind, compare
 from shoal.verify.draws import WatchDraws
@@ -60,15 +61,21 @@ def test_compiled_ddp_equals_one_device(pool2: Pool, pool4: Pool, tmp_path: Path
     assert "compiled blocks" in {check.name for check in ddp.checks}
 
 
-@pytest.mark.parametrize("backend", ["eager", None])
-def test_blocks_that_are_not_compiled_are_no_proof(monkeypatch: pytest.MonkeyPatch, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    "planted", ["nothing", "torch compiles nothing", "blocks are disabled", "no block is compiled"]
+)
+def test_blocks_that_are_not_compiled_are_no_proof(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
     """Steps in which operations are counted are not compiled, and the others must be all the same."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: f if backend is None else compile(f, backend=backend))
+    compile, compiles = torch.compile, planted != "torch compiles nothing"
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend="eager") if compiles else f)
+    if planted == "blocks are disabled":
+        monkeypatch.setattr(nn.Sequential, "forward", torch.compiler.disable(nn.Sequential.forward))
+    if planted == "no block is compiled":
+        monkeypatch.setattr(DistributedStrategy, "_transform", lambda *arguments: None)
     torch.compiler.reset()
     seen = trace(ragged(global_batch_size=12, compile=True), 3, adamw=False)
     checks = {check.name: check for check in compare(seen, [seen], ExpectedWork(1, None, {}), "fp32")}
-    assert checks["compiled blocks"].passed == (backend is not None)
+    assert checks["compiled blocks"].passed == (planted == "nothing")
     assert seen.flops > 0
 
 
