@@ -40,9 +40,9 @@ class Recipe(HookMethods):
     The check of the first batch is then left out, and layouts with other micro-batches train otherwise."""
 
     sizes_vary = False
-    """True if the tensors of batches differ in size, not only in the number of samples: sequences that are padded to
-    the longest of their batch do. `training.compile` then makes graphs that fit all sizes from the first step on, so
-    that a resumed run repeats an undisturbed one."""
+    """True if tensors have many sizes, as sequences do that are padded to the longest of their batch.
+    `training.compile` then makes graphs that fit all sizes from the first step on. Otherwise each size has a graph of
+    its own, which suits few sizes."""
 
     preview_on_console = False
     """True if every preview is printed on the console. The one at the end of a run is printed in any case."""
