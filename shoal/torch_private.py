@@ -77,6 +77,7 @@ __all__ = [
     "has_dispatch_mode",
     "hide_warning_about_contexts",
     "is_fake",
+    "keep_hooks_out_of_graphs",
     "move_towards",
     "num_graphs",
     "post_accumulate_hooks",
@@ -221,6 +222,14 @@ def version_of(tensor: Tensor) -> int:
 def has_dispatch_mode() -> bool:
     """Returns whether a TorchDispatchMode sees the operations of this thread, such as FakeTensorMode."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def keep_hooks_out_of_graphs(model: nn.Module) -> None:
+    """Makes torch.compile run the forward hooks of modules as they are, instead of compiling them for each module."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = torch.compiler.disable(hook)
 
 
 @contextmanager

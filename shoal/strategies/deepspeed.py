@@ -40,7 +40,7 @@ from shoal.strategies.state import restore_scale
 from shoal.strategies.update import Update, check_optimizer
 from shoal.strategies.zero_weights import ZeroWeights
 from shoal.tensors import logical_shape, named_tensors, tensors_with_names
-from shoal.torch_private import as_rows, shape_and_offset
+from shoal.torch_private import as_rows, keep_hooks_out_of_graphs, shape_and_offset
 from shoal.transform.kernels import apply_kernels
 from shoal.transform.loss_scale import LossScale
 from shoal.transform.precision import autocast, compute_dtype
@@ -220,6 +220,8 @@ class ZeroStrategy(DistributedStrategy):
         module, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
+        if self._stage == 3 and layout.compile:
+            keep_hooks_out_of_graphs(model)  # DeepSpeed's, which gather weights
         self._engine = engine = ZeroEngine(layout, self.device, self.mesh, reduction)
         if self._stage < 3:  # stage 3 gathers weights all through the forward
             engine.own_time.watch([model])

@@ -391,6 +391,17 @@ def test_what_its_loop_cannot_do_says_what_to_use() -> None:
             loop.step()
 
 
+def test_what_gathers_weights_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would compile DeepSpeed's hooks for every layer and size anew, and give up with pages of warnings."""
+    compile, counters = torch.compile, torch._dynamo.utils.counters
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    outcome = zero({**ALL_SPLIT, "compile": True}, Narrow(), count=1)
+    assert counters["frames"]["total"] < 100  # 49, and 213 with the hooks
+    assert worst(outcome, steps(SingleStrategy(device="cpu"), Narrow(), 1)) < 2e-5
+
+
 def test_blocks_that_are_recomputed_keep_their_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
     on_cpu = torch.autograd.graph.save_on_cpu
