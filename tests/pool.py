@@ -26,7 +26,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -44,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from garbage import keep_imports_frozen
+from ports import free_port
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 300  # long enough that a run does not time out on a busy machine
@@ -186,7 +186,7 @@ class Pool:
                 "WORLD_SIZE": str(self.size),
                 "LOCAL_WORLD_SIZE": str(self.size),
                 "MASTER_ADDR": LOOPBACK,
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(free_port()),
             }
             self._send(Call(self._calls, work, init, environment, list(sys.path), str(Path.cwd())))
             results = self._replies(timeout)
@@ -326,12 +326,6 @@ def _start_fork_server() -> None:
     os.environ.pop("DS_ACCELERATOR", None)
     if chosen_before is not None:
         os.environ["DS_ACCELERATOR"] = chosen_before
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
 
 
 def _worker_main(

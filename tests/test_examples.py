@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import PATIENCE_SECONDS
-from launch.launched import free_port
 from pool import Pool
+from ports import free_port
 from verify.runs import failed, runner_on
 
 from shoal.checkpoint import open_checkpoint

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import ToyRun
 from pool import Pool
+from ports import free_port
 
 from shoal.config import load_run
 from shoal.errors import UserError
@@ -158,23 +159,15 @@ def machine(toy: ToyRun) -> Callable[[str, int], str]:
     return start
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def test_a_machine_that_does_not_come(
-    machine: Callable[[str, int], str], free_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_does_not_come(machine: Callable[[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.launch.launcher.REMINDER_SECONDS", 1.0)
-    errors = machine("0", free_port)
+    errors = machine("0", free_port())
     assert_quoted("shoal: waiting for node 1", errors)
     assert_quoted("shoal: error: launch.nodes = 2", errors)
 
 
-def test_a_master_that_does_not_answer(machine: Callable[[str, int], str], free_port: int) -> None:
-    assert_quoted("shoal: error: MASTER_ADDR", machine("1", free_port))
+def test_a_master_that_does_not_answer(machine: Callable[[str, int], str]) -> None:
+    assert_quoted("shoal: error: MASTER_ADDR", machine("1", free_port()))
 
 
 def test_a_port_that_is_taken(machine: Callable[[str, int], str]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conftest import PATIENCE_SECONDS, ToyRun
+from ports import free_port
 from safetensors.torch import load_file
 
 SHOAL = (sys.executable, "-m", "shoal", "train", "run.yaml")
@@ -124,13 +124,6 @@ def listening_addresses(pids: list[int]) -> set[str]:
 def torchrun() -> tuple[str, ...]:
     """Returns the command of a torchrun at a port of its own: all listen at the same one by default."""
     return (sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}")
-
-
-def free_port() -> int:
-    """Returns a port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tensors(output: Path, step: int) -> dict[str, bytes]:

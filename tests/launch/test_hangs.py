@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import ToyRun
-from launched import Launched, free_port, tensors, torchrun
+from launched import Launched, tensors, torchrun
+from ports import free_port
 from test_interrupted import undisturbed
 
 TWO = "launch.procs_per_node=2"

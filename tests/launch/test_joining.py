@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from conftest import ToyRun
-from launched import Launched, free_port
+from launched import Launched
+from ports import free_port
 from test_launch import SAME, assert_same_weights
 
 pytestmark = pytest.mark.slow

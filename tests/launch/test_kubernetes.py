@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ToyRun
-from launched import free_port
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.clusters]
 reason = "is not installed; `make test-clusters` installs it"

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ToyRun
-from launched import Launched, free_port, torchrun
+from launched import Launched, torchrun
 from pool import Pool, WorkerFailure
+from ports import free_port
 from safetensors.torch import load_file
 
 from shoal.cli.main import train

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ToyRun, call_shoal
-from launched import free_port
+from ports import free_port
 
 from shoal.config import load_run
 from shoal.processes.detect import detect

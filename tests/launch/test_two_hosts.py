@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from conftest import Gate, ToyRun
-from launched import Launched, free_port, saved, tensors
+from launched import Launched, saved, tensors
+from ports import free_port
 from test_interrupted import undisturbed
 from test_launch import SAME, assert_same_weights
 

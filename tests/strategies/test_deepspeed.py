@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import PATIENCE_SECONDS, ToyRun
-from launch.launched import free_port
 from pool import Pool
+from ports import free_port
 from strategies.test_fsdp import Batched, Narrow, Overflowing, steps, worst
 from test_docs import blocks
 from torch import Tensor, nn
