@@ -159,6 +159,8 @@ def _raise_if_any_failed(workers: Sequence[Any], folder: Path, method: str) -> N
             continue
         if error_file.exists():
             error, trace = pickle.loads(error_file.read_bytes())
+            if isinstance(error, SystemExit) and not error.code:  # it would end the caller as if all were well
+                error = RuntimeError(f"rank {rank} called sys.exit({error.code}) before it returned")
             error.add_note(f"This was raised in rank {rank}:\n{trace}")
             raise error
         hint = "; the call needs `if __name__ == '__main__':` around it" if method == "spawn" and code == 1 else ""

@@ -88,7 +88,10 @@ class ChunkedHead:
         self.is_float8 = float8
         """Whether the logits and the gradients of the head's inputs are computed in fp8."""
         self._chunks = chunks
-        self._score: Scoring = _score if choice is None else choice.compile(_score)
+        # One for training and one for evaluation: both are called where gradients are off, in an autograd function.
+        self._scores: dict[bool, Scoring] = {
+            with_gradient: _score if choice is None else choice.compile(_score) for with_gradient in (True, False)
+        }
         self._to_float8 = (to_float8 if choice is None else choice.compile(to_float8)) if float8 else None
         self._tensor = tensor
         self._labels: Tensor | None = None
@@ -116,7 +119,7 @@ class ChunkedHead:
         assert self._labels is not None
         self.num_scored += 1
         bias: Tensor | None = None
-        score = self._score
+        score = self._scores[torch.is_grad_enabled()]
         if self._linear is not None:
             whole, bias = (self._linear._parameters[name] for name in ("weight", "bias"))  # not tp's views of them
             assert whole is not None

@@ -20,13 +20,29 @@ from shoal.types import ParallelPlan
 
 LAUNCHED_TOGETHER = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
 """torch.compile's options that make one kernel of several whose results do not depend on each other."""
-MOST_SIZES = 8
-"""For how many sizes a function gets a graph each, before torch decides which graphs to make."""
+MOST_SIZES, MOST_GRAPHS = 8, 48
+"""How often a block, and all blocks of one class together, are compiled for single sizes, before torch decides which
+graphs to make. It keeps 64 of a class."""
 _NUMBERS = count()
 Kind = Literal["one each", "one for all", "left to torch"]
 DYNAMIC: Mapping[Kind, bool | None] = {"one each": False, "one for all": True, "left to torch": None}
 """The option `dynamic` of torch.compile by how graphs and sizes of tensors belong together."""
-Codes = Mapping[Kind, CodeType]
+
+
+class Copies:
+    """Copies of a function's code for all kinds of graphs, under names that no other code has, and what became of them.
+
+    torch keeps a limited number of graphs for a code object, and remembers by name and line which sizes have changed.
+    It would take the sizes of another model in the process for such a change, and make slower graphs for all sizes.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        code, number = cast(FunctionType, function).__code__, next(_NUMBERS)
+        self.codes = {kind: code.replace(co_name=f"{name}_{number}_{kind.replace(' ', '_')}") for kind in DYNAMIC}
+        self.num_graphs = 0
+        """How many graphs there are for single sizes."""
+        self.left_to_torch = {True: False, False: False}
+        """Whether torch decides, with gradients and without."""
 
 
 class GraphChoice:
@@ -41,64 +57,57 @@ class GraphChoice:
     def __init__(self) -> None:
         self.sizes_vary = False
         """Whether the recipe that computes now says that sizes vary."""
-        self._left_to_torch = {True: False, False: False}
-        """Whether torch decides, with gradients and without."""
+        self._has_warned = False
 
-    def compile(self, function: Callable[..., Any], codes: Codes | None = None, **options: Any) -> Callable[..., Any]:
+    def compile(self, function: Callable[..., Any], copies: Copies | None = None, **options: Any) -> Callable[..., Any]:
         """Returns a function compiled by torch.compile with these options, once for each kind.
 
-        Functions that are given the same `codes` share their graphs.
+        Functions that are given the same `copies` share their graphs.
         """
-        codes = codes or copy_code(function, function.__name__)
+        copies = copies or Copies(function, function.__name__)
         prepare_for_many_sizes()
         compiled = {
-            kind: torch.compile(_with_code(function, codes[kind]), dynamic=dynamic, **options)
+            kind: torch.compile(_with_code(function, copies.codes[kind]), dynamic=dynamic, **options)
             for kind, dynamic in DYNAMIC.items()
         }
         num_sizes = {True: 0, False: 0}
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self.sizes_vary:
+                return compiled["one for all"](*args, **kwargs)
             with_gradient = torch.is_grad_enabled()
-            kind = self._kind(with_gradient)
-            if kind != "one each" or torch.compiler.is_compiling():
-                return compiled[kind](*args, **kwargs)
+            if copies.left_to_torch[with_gradient]:
+                return compiled["left to torch"](*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return compiled["one each"](*args, **kwargs)
             before = num_graphs()
-            result = compiled[kind](*args, **kwargs)
-            if num_graphs() != before:
+            result = compiled["one each"](*args, **kwargs)
+            if made := num_graphs() - before:
                 num_sizes[with_gradient] += 1
-                if num_sizes[with_gradient] > MOST_SIZES:
-                    self._leave_to_torch(with_gradient)
+                copies.num_graphs += made
+                if copies.num_graphs > MOST_GRAPHS:
+                    copies.left_to_torch = {True: True, False: True}
+                elif num_sizes[with_gradient] > MOST_SIZES:
+                    copies.left_to_torch[with_gradient] = True
+                if copies.left_to_torch[with_gradient]:
+                    self._warn()
             return result
 
         return call
 
-    def _kind(self, with_gradient: bool) -> Kind:
-        if self.sizes_vary:
-            return "one for all"
-        return "left to torch" if self._left_to_torch[with_gradient] else "one each"
-
-    def _leave_to_torch(self, with_gradient: bool) -> None:
-        if self._left_to_torch[with_gradient]:
+    def _warn(self) -> None:
+        if self._has_warned:
             return
-        self._left_to_torch[with_gradient] = True
-        where = "training" if with_gradient else "evaluation"
+        self._has_warned = True
         warnings.warn(
-            f"training.compile = true: in {where}, blocks were compiled for {MOST_SIZES} sizes, and there are more. "
-            "Now torch makes graphs that fit several sizes, so a resumed run may differ from this one in its last "
-            "digits. Write `sizes_vary = True` into the class of the recipe, or bring batches to fewer sizes",
+            f"training.compile = true: blocks are called with more than {MOST_SIZES} sizes of tensors, or with other "
+            "numbers each time. From now on torch makes graphs that fit several, so a resumed run may differ from this "
+            "one in its last digits. Write `sizes_vary = True` into the class of the recipe, bring batches to fewer "
+            'sizes, or generate under torch.compiler.set_stance("force_eager"); TORCH_LOGS=recompiles shows what '
+            "changes",
             stacklevel=2,  # a place in shoal, whose warnings the command line shows in one line
         )
-
-
-def copy_code(function: Callable[..., Any], name: str) -> Codes:
-    """Returns copies of a function's code for all kinds of graphs, under names that no other code has.
-
-    torch keeps a limited number of graphs for a code object, and remembers by name and line which sizes have changed.
-    It would take the sizes of another model in the process for such a change, and make slower graphs for all sizes.
-    """
-    code, number = cast(FunctionType, function).__code__, next(_NUMBERS)
-    return {kind: code.replace(co_name=f"{name}_{number}_{kind.replace(' ', '_')}") for kind in DYNAMIC}
 
 
 def _with_code(function: Any, code: CodeType) -> Callable[..., Any]:
@@ -115,12 +124,12 @@ def compile_forwards(
     `options` are those of torch.compile. All layers have the same code, so that other classes and other models would
     use up the graphs that torch keeps for it; so each class gets copies of the code, anew at each call.
     """
-    codes: dict[type[nn.Module], Codes] = {}
+    copies: dict[type[nn.Module], Copies] = {}
     for module in modules:
         forward, kind = module.forward, type(module)
-        if kind not in codes:
-            codes[kind] = copy_code(forward, f"forward_of_{kind.__name__}")
-        module.forward = choice.compile(forward, codes[kind], options=dict(options) if options else None)
+        if kind not in copies:
+            copies[kind] = Copies(forward, f"forward_of_{kind.__name__}")
+        module.forward = choice.compile(forward, copies[kind], options=dict(options) if options else None)
         make_views_before(module)
 
 
@@ -133,7 +142,8 @@ class CompiledModules:
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, choice: GraphChoice | None = None):
-        self.modules = [model.get_submodule(name) for name in plan.blocks] or [model]
+        named = [model.get_submodule(name) for name in plan.blocks]
+        self.modules = [*dict.fromkeys(named)] or [model]  # layers that share their weights are one module
         self.choice = choice or GraphChoice()
         self.eager_calls = 0
         """How many calls of blocks with gradients ran uncompiled: evaluations and previews may."""

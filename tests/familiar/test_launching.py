@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,19 @@ def launch_and_note_events() -> list[str]:
 def test_no_process_is_forked_while_others_connect(pool2: Pool) -> None:
     """It could inherit a lock that the thread of the board holds, and would wait for it forever."""
     assert pool2.run(launch_and_note_events, init=False)[0] == ["process", "process", "board"]
+
+
+def leave() -> None:
+    sys.exit(0)
+
+
+def test_a_process_that_exits_without_a_result_is_an_error(pool2: Pool) -> None:
+    assert pool2.run(launch_and_leave, init=False)[0] == "rank 0 called sys.exit(0) before it returned"
+
+
+def launch_and_leave() -> str:
+    for name in [name for name in os.environ if name.endswith("RANK")]:
+        del os.environ[name]
+    with pytest.raises(RuntimeError) as caught:
+        plain.launch_distributed(leave, processes=1, start_method="fork")
+    return str(caught.value)

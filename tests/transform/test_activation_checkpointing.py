@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
+from transform.attention_operator import attention
 
 from shoal.config.schema import ActivationCheckpointingConfig
 from shoal.errors import UserError
@@ -195,19 +196,6 @@ def test_selective_keeps_attention_and_every_second_product() -> None:
         output.sum().backward()
     assert again.names.count("addmm") == 4
     assert [name for name in again.names if "attention" in name and "backward" not in name]
-
-
-@torch.library.custom_op("shoal_tests::attention", mutates_args=())
-def attention(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Stands for the kernels of GPUs, which draw the random numbers of their dropout themselves."""
-    mask = torch.rand_like(x) >= dropout_p if dropout_p else torch.ones_like(x, dtype=torch.bool)
-    return x * mask, mask
-
-
-attention.register_autograd(
-    lambda context, grad, _: (grad * context.saved_tensors[0], None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
-)
 
 
 class Attending(nn.Module):

@@ -96,7 +96,7 @@ def test_many_sizes_unsaid_are_left_to_torch_with_one_warning(used: Used) -> Non
         warnings.filterwarnings("error", "training.compile")
         for length in [*range(2, 2 + MOST_SIZES), 2, 3]:
             model(torch.ones(4, length, 8))
-    with pytest.warns(UserWarning, match=f"in training, blocks were compiled for {MOST_SIZES} sizes.*`sizes_vary = Tr"):
+    with pytest.warns(UserWarning, match=f"with more than {MOST_SIZES} sizes of tensors.*`sizes_vary = Tr"):
         model(torch.ones(4, 20, 8))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "training.compile")
@@ -107,6 +107,18 @@ def test_many_sizes_unsaid_are_left_to_torch_with_one_warning(used: Used) -> Non
             model(torch.ones(4, 2, 8))
         assert not used[-1][0]  # evaluation has sizes of its own
     assert compiled.eager_calls == 0
+
+
+def test_losses_of_evaluation_do_not_count_for_training(used: Used) -> None:
+    head = ChunkedHead(nn.Sequential(nn.Linear(8, 16)), ParallelPlan(head="0"), 3, GraphChoice())
+    for number in range(9, 9 + 3 * MOST_SIZES, 3):
+        with head.scoring(torch.zeros(number, dtype=torch.long)), torch.no_grad():
+            head._linear(torch.ones(number, 8))  # type: ignore[misc]
+    for number in (100, 103, 100):
+        used.clear()
+        with head.scoring(torch.zeros(number, dtype=torch.long)):
+            head._linear(torch.ones(number, 8))  # type: ignore[misc]
+        assert not any(is_for_all for is_for_all, _ in used)
 
 
 @pytest.mark.parametrize(("keys", "for_all"), [({}, True), ({"pad_to_max": True}, False), ({"packing": True}, False)])
@@ -135,3 +147,23 @@ def test_blocks_that_differ_in_a_number_are_compiled_for_several_sizes(used: Use
         model(torch.ones(rows, 6, 8))
     assert compiled.eager_calls == 0
     assert not any(is_for_all for is_for_all, _ in used)
+
+
+def test_many_blocks_that_differ_in_a_number_stay_compiled(used: Used) -> None:
+    """They are left to torch before it keeps no more graphs of their class."""
+    model = nn.Sequential(*(Scaled(place) for place in range(1, 13)))
+    compiled = CompiledModules(model, ParallelPlan(blocks=tuple(map(str, range(12)))))
+    compiled.compile(torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        for length in range(2, 12):
+            model(torch.ones(4, length, 8))
+    assert sum("or with other numbers each time" in str(warning.message) for warning in caught) == 1
+    assert compiled.eager_calls == 0
+
+
+def test_blocks_that_are_one_module_are_compiled_once(used: Used) -> None:
+    block = nn.Linear(8, 8)
+    model = nn.Sequential(block, block)
+    CompiledModules(model, ParallelPlan(blocks=("0", "1"))).compile(torch.device("cpu"))
+    model(torch.ones(2, 8))
+    assert len(used) == 2
