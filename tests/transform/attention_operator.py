@@ -1,5 +1,8 @@
-"""An operator for tests, in a module that is imported once. Test modules may be imported under two names, and an operator
-that is registered again leaves the first one without its schema."""
+"""An operator for tests, in a module that is imported once.
+
+Test modules may be imported under two names, and an operator that is registered again leaves the first one without its
+schema.
+"""
 
 from __future__ import annotations
 
