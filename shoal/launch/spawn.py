@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -73,7 +73,8 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
                 child_args = (rank, processes, Path(folder), threads, variables, places, function, args)
                 # Not a daemon: daemons may not start processes, such as the workers of a data loader.
                 worker = context.Process(target=_run_in_child, args=child_args)
-                worker.start()
+                with _without_ctrl_c():
+                    worker.start()
                 workers.append(worker)
             # The board comes last. Its thread takes a lock of the C library while it accepts a connection, and a
             # process that is forked at that moment would wait for the lock forever.
@@ -98,6 +99,20 @@ def run_function(function: Callable[..., Any], args: Sequence[Any], processes: i
             # The traceback of an error keeps this frame. A process that is forked later would wait forever if it had
             # to close the board for Python's garbage collector: the board's thread is not in a forked process.
             del board
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Delays Ctrl-C. A process that is started meanwhile delays it until it can handle it: while it imports, it would
+    print a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _choose_method(
@@ -185,6 +200,8 @@ def _run_in_child(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG: the kernel kills it when its parent dies
     threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
     try:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         os.environ |= {name: str(value) for name, value in {**variables, **places.get()}.items()}
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
         # Plain pickle copies tensors. torch would send shared memory, which is gone when this process ends.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing.context import ForkProcess
@@ -209,6 +210,10 @@ def test_one_process_is_a_pipeline_of_one_stage() -> None:
     torch.testing.assert_close(gradient, layers[0].weight.grad)
 
 
+def delays_ctrl_c() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def launch_and_note_events() -> list[str]:
     """Calls a function in two forked processes, and returns what was started in which order."""
     for name in [name for name in os.environ if name.endswith("RANK")]:
@@ -217,7 +222,7 @@ def launch_and_note_events() -> list[str]:
     start, open_board = ForkProcess.start, spawn.open_board
 
     def note_start(self: Any) -> None:
-        events.append("process")
+        events.append("process, Ctrl-C delayed" if delays_ctrl_c() else "process")
         start(self)
 
     def note_board(*args: Any, **options: Any) -> Any:
@@ -227,13 +232,18 @@ def launch_and_note_events() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ForkProcess, "start", note_start)
         patch.setattr(spawn, "open_board", note_board)
-        plain.launch_distributed(os.getpid, processes=2, start_method="fork")
+        assert plain.launch_distributed(delays_ctrl_c, processes=2, start_method="fork") == [False, False]
+    assert not delays_ctrl_c()
     return events
 
 
 def test_no_process_is_forked_while_others_connect(pool2: Pool) -> None:
-    """It could inherit a lock that the thread of the board holds, and would wait for it forever."""
-    assert pool2.run(launch_and_note_events, init=False)[0] == ["process", "process", "board"]
+    """It could inherit a lock that the thread of the board holds, and would wait for it forever.
+
+    Ctrl-C does not reach a process before it can handle that.
+    """
+    process = "process, Ctrl-C delayed"
+    assert pool2.run(launch_and_note_events, init=False)[0] == [process, process, "board"]
 
 
 def leave() -> None:
